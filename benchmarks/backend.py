@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Collectives of torch.distributed over the backend ``apex``, and over Gloo, in turns.
+"""Compares collectives of torch.distributed over the backend ``apex`` and over Gloo.
 
     python benchmarks/backend.py [--ranks 2 4] [--sizes KIB ...] [--only all_reduce ...]
 
-A size is that of a rank's largest tensor: what it reduces, or what all ranks gather. A time is a
-call's, of several in a row, on the slowest rank; ``ratio`` is apex's time divided by Gloo's of the
-same turn, of which the median is shown. ``Gloo, 4 lo`` has several connections between two ranks
-(``GLOO_SOCKET_IFNAME=lo,lo,lo,lo``). Writes ``backend.json``.
+The backends take turns. A size is that of a rank's largest tensor: the tensor that it reduces, or
+the result of a gather. A time is that of one of several calls in a row, on the slowest rank.
+``ratio`` is the median of apex's time divided by Gloo's of the same turn. ``Gloo, 4 lo`` has
+several connections between two ranks (``GLOO_SOCKET_IFNAME=lo,lo,lo,lo``). Writes ``backend.json``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def groups() -> dict[str, Any]:
 
 
 def measure(sizes: list[int], only: list[str]) -> list[dict[str, Any]]:
-    """Collective. A row for each kind and size."""
+    """A row for each kind and size. Collective."""
     turns = harness.Turns("cpu")
     by_name = groups()
     rows = []

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Step time of data-parallel training, side by side: torch's DistributedDataParallel and apex's.
+"""Compares the step time of data-parallel training with torch's DistributedDataParallel and apex's.
 
     python benchmarks/ddp.py                        # two ranks over Gloo on this machine
     python benchmarks/ddp.py --ranks 1 --device cuda --backend nccl
     python benchmarks/ddp.py --models resnet18 --bucket-mb 1 5 25
 
-All variants live in one process group and take turns step by step (A B C, B C A, ...), with a
-barrier before and after each step, so that what disturbs the machine disturbs all of them. A step
-is zero_grad(), forward and backward, without an optimizer; its time is that of the slowest rank.
-Ratios are medians over rounds of a time divided by that of torch's default in the same round.
+All variants run in one process group and take turns step by step (A B C, B C A, ...), with a
+barrier before and after each step. A disturbance of the machine therefore affects all of them. A
+step is zero_grad(), forward and backward, without an optimizer; its time is that of the slowest
+rank. Ratios are medians over rounds of a time divided by that of torch's default in the same round.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ TITLES = {
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
 }
-ALONE = ("none", "comm", "forward")  # no communication, or nothing else
-SWEPT = ["none", "forward", "comm", "torch", "apex", "flat"]  # beside bucket sizes
+ALONE = ("none", "comm", "forward")  # only the communication, or everything but it
+SWEPT = ["none", "forward", "comm", "torch", "apex", "flat"]  # in addition to bucket sizes
 OPTIONS: dict[str, dict[str, Any]] = {
     "view": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unchecked": {"replica_check_every": 0},
     "measured": {"gradient_statistics": True},
 }
-#: What the options of this library cost: measured when they are named.
+#: Options of this library whose cost is measured if they are named.
 SWITCHES = (
     *("apex_weighted", "apex_statistics", "apex_unchecked"),
     *("apex_clip", "apex_measured"),
@@ -76,7 +76,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _flat_all_reduce(module: nn.Module) -> None:
-    """The simplest correct thing: one message of all gradients after backward."""
+    """The simplest correct method: one all-reduce of all gradients after backward."""
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     flat = torch.cat([grad.view(-1) for grad in grads])
     dist.all_reduce(flat)
@@ -87,7 +87,8 @@ def _flat_all_reduce(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _host_channel(allowed: bool) -> Iterator[None]:
-    """What a wrapper that is made meanwhile may use: it decides once, with all ranks."""
+    """Whether a wrapper created inside may use the host channel. It decides once, with all
+    ranks."""
     before = os.environ.get("APEX_HOST_CHANNEL")
     if not allowed:
         os.environ["APEX_HOST_CHANNEL"] = "0"
@@ -101,7 +102,7 @@ def _host_channel(allowed: bool) -> Iterator[None]:
 
 
 class Variant:
-    """One way to train a model: ``step()`` is what is timed."""
+    """One way to train a model. ``step()`` is timed."""
 
     def __init__(
         self, name: str, model: nn.Module, batch: Tensor, device: str, keep_gradients: bool
@@ -129,7 +130,7 @@ class Variant:
                 self.module = wrapped = ApexDDP(self.module, **options)
             if option == "weighted":
                 self.around = lambda: wrapped.weight(len(batch))
-            elif option == "measured":  # a norm that nothing exceeds
+            elif option == "measured":  # a norm that is never exceeded
                 self.after = lambda: wrapped.clip_grad_norm_(1e9)
             elif option == "clip":
                 self.after = lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)
@@ -193,7 +194,7 @@ def _overlaps(columns: dict[str, list[float]], name: str) -> list[float]:
 
 
 def _best(columns: dict[str, list[float]]) -> dict[str, Any]:
-    """What no plan beats with these times: forward, then the longer of backward and all-reduce."""
+    """A lower bound for any plan with these times: forward + max(backward, all-reduce)."""
     step = []
     for forward, compute, comm in zip(
         columns["forward"], columns["none"], columns["comm"], strict=True
@@ -212,7 +213,7 @@ def measure(
     seconds: float,
     keep_gradients: bool = False,
 ) -> dict[str, Any]:
-    """Time every variant ``rounds`` times, or fewer when ``seconds`` are over. Collective."""
+    """Time every variant ``rounds`` times, or fewer if ``seconds`` run out. Collective."""
     model, batch = models.make(model_name, device)
     variants, left_out = _make_variants(names, model, batch, device, keep_gradients)
     turns = harness.Turns(device)
@@ -256,13 +257,13 @@ def measure(
 
 
 def sent_gbit(model: nn.Module) -> float:
-    """What each rank sends in an all-reduce of all gradients, whatever the algorithm."""
+    """The data that each rank sends in an all-reduce of all gradients, for any algorithm."""
     ranks = dist.get_world_size()
     return 2 * (ranks - 1) / ranks * models.megabytes(model) * 8e-3
 
 
 def sizes(plan: list[int]) -> str:
-    """Sizes of buckets in launch order; the middle of a long list is counted instead."""
+    """Bucket sizes in launch order. The middle of a long list is replaced by its length."""
     shown = [f"{size / (1 << 20):.3g}" for size in plan]
     if len(shown) > 16:
         shown[8:-6] = [f"({len(shown) - 14} more)"]

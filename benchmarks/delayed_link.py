@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A link with a rate and a delay, in user space, for kernels without netem. Used by netns.sh.
+"""A link with a rate and a delay in user space, for kernels without netem. Used by netns.sh.
 
     python benchmarks/delayed_link.py DEVICE_A DEVICE_B --mbit 200 --delay-ms 1 [--mtu 9000]
 
-Makes two TUN devices, which the caller moves into two network namespaces, and carries packets
-from one to the other until it is told to stop (SIGTERM). A packet leaves when those before it have
-left at the given rate, and arrives the delay later; what would wait longer than 50 ms to leave is
-dropped, as tc's tbf does. What a real link does for nothing costs the ranks a part of a core here:
-with jumbo frames, at 200 Mbit/s in both directions, about a seventh. It is printed at the end.
+Creates two TUN devices, which the caller moves into two network namespaces, and forwards packets
+between them until SIGTERM. A packet leaves when the packets before it have left at the given rate,
+and arrives after the delay. A packet that would wait longer than 50 ms to leave is dropped, as by
+tc's tbf. Unlike a real link, this one takes a part of a core from the ranks: about a seventh with
+jumbo frames at 200 Mbit/s in both directions. That part is printed at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_tun(name: str) -> int:
 
 
 class Direction:
-    """Packets on their way from one device to the other."""
+    """Packets in flight from one device to the other."""
 
     def __init__(self, source: int, target: int, bytes_per_s: float, delay_s: float) -> None:
         self.source, self.target = source, target
@@ -45,11 +45,11 @@ class Direction:
         self.carried = self.dropped = 0
 
     def take(self, mtu: int) -> None:
-        """Read what is there."""
+        """Read the available packets."""
         while True:
             try:
                 packet = os.read(self.source, mtu)
-            except (BlockingIOError, OSError):  # nothing more, or the device is down
+            except (BlockingIOError, OSError):  # no more packets, or the device is down
                 return
             now = time.monotonic()
             begins = max(now, self.last_leaves)
@@ -60,7 +60,7 @@ class Direction:
             self.on_the_way.append((self.last_leaves + self.delay_s, packet))
 
     def deliver(self) -> None:
-        """Write what has arrived."""
+        """Write the packets that have arrived."""
         while self.on_the_way and self.on_the_way[0][0] <= time.monotonic():
             packet = self.on_the_way.popleft()[1]
             try:
@@ -89,7 +89,7 @@ def main() -> None:
     options = (arguments.mbit * 1e6 / 8, arguments.delay_ms / 1e3)
     directions = {one: Direction(one, other, *options), other: Direction(other, one, *options)}
     try:
-        # A packet that waits for a core would see more delay than was asked for.
+        # If the relay waited for a core, packets would have a longer delay than requested.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError as error:
         print(f"delayed_link: no real-time priority ({error}): delays will vary", flush=True)

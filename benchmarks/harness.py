@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmarks share: ranks as processes, statistics, the machine, tables, JSON."""
+"""Shared code of the benchmarks: ranks as processes, statistics, machine data, tables, JSON."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def share_one_gpu(rank: int) -> None:
-    """Set the environment in which NCCL lets several ranks use one GPU; before the group is made.
+    """Let NCCL run several ranks on one GPU. Call it before the group is created.
 
-    NCCL 2.30 has a switch for it. Earlier ones refuse two ranks with the same GPU on one host, so
-    each rank says that it is another host and they talk over loopback sockets. For tests, not for
-    speed.
+    NCCL 2.30 has a switch for it. Earlier versions refuse two ranks with the same GPU on one host.
+    So each rank claims to be another host, and they communicate over loopback sockets. This is for
+    tests, not for measuring speed.
     """
     if torch.cuda.nccl.version()[:2] >= (2, 30):
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
@@ -94,14 +94,15 @@ def _child(
 def run(
     body: Callable[..., Any], ranks: int, backend: str, device: str, args: Sequence[Any] = ()
 ) -> Any | None:
-    """Run ``body(*args)`` in a process group and return what rank 0 returned (None on other ranks).
+    """Run ``body(*args)`` in a process group and return rank 0's result (None on other ranks).
 
-    Under a launcher (RANK is set) this process is one rank, else ``ranks`` processes are started.
+    Under a launcher (RANK is set) this process is one rank. Otherwise ``ranks`` processes are
+    started.
     """
     if "RANK" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
-            # Once: a launcher's store keeps what a group that is gone has written.
+            # Only once, because a launcher's store keeps the data of a destroyed group.
             _join(backend, device, rank, size, "env://")
             atexit.register(_leave)
         result = body(*args)
@@ -118,10 +119,11 @@ def free_port() -> int:
 
 
 class Turns:
-    """Times functions that take turns (A B C, B C A, ...), so that what disturbs one disturbs all.
+    """Times functions that take turns (A B C, B C A, ...), so that a disturbance affects all of
+    them.
 
-    Before and after each, the ranks meet at a barrier; a time is that of the slowest rank. Every
-    method is collective.
+    A barrier precedes and follows each function. A time is that of the slowest rank. Every method
+    is collective.
     """
 
     def __init__(self, device: str) -> None:
@@ -129,7 +131,7 @@ class Turns:
         self.control = dist.new_group(backend="gloo")
 
     def timed(self, body: Callable[[], None]) -> float:
-        """Seconds that one call took, on this rank."""
+        """The duration of one call in seconds, on this rank."""
         self.synchronize()
         dist.barrier(self.control)
         start = time.perf_counter()
@@ -142,7 +144,7 @@ class Turns:
     def take(
         self, bodies: Sequence[Callable[[], None]], rounds: int, seconds: float
     ) -> list[list[float]]:
-        """For each function its times; ``rounds`` of them, or fewer when ``seconds`` are over."""
+        """The times of each function: ``rounds`` of them, or fewer if ``seconds`` run out."""
         times: list[list[float]] = []
         begin = time.perf_counter()
         for i in range(rounds):
@@ -158,7 +160,7 @@ class Turns:
         return [list(column) for column in zip(*self.slowest(times), strict=True)]
 
     def slowest(self, times: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The largest value on any rank, number by number."""
+        """The elementwise maximum over all ranks."""
         largest = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
         return largest.tolist()
@@ -168,7 +170,7 @@ class Turns:
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles; with fewer than four values, their extremes for quartiles."""
+    """Median and quartiles. With fewer than four values, the extremes instead of quartiles."""
     if len(values) < 4:
         low, high = min(values), max(values)
     else:
@@ -177,7 +179,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Quartiles of value / base, round by round, so that what slows both cancels out."""
+    """Quartiles of value / base per round, so that a disturbance of both cancels out."""
     return quartiles([value / b for value, b in zip(values, base, strict=True)])
 
 
@@ -187,7 +189,7 @@ def show(quartile: dict[str, float], scale: float = 1.0, digits: int = 2) -> str
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, aligned for reading as it is."""
+    """A Markdown table with aligned columns."""
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = [
@@ -212,7 +214,7 @@ def _first_line(path: str, key: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, "-dirty" if files differ from it: others than results, which benchmarks write."""
+    """The commit, with "-dirty" if files other than results differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -229,9 +231,9 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command line as one types it in the repository: no paths of this machine.
+    """The command line as typed in the repository, without paths of this machine.
 
-    A script that calls this one says in BENCHMARK_COMMAND what was typed.
+    A script that calls this one sets BENCHMARK_COMMAND to its own command line.
     """
     if "BENCHMARK_COMMAND" in os.environ:
         return os.environ["BENCHMARK_COMMAND"]
@@ -247,7 +249,8 @@ def _command() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, GPU, versions, load and command line: what a result must be read with."""
+    """The data needed to interpret a result: processor, memory, GPU, versions, load, command
+    line."""
     import apex._build_info as build
 
     memory = _first_line("/proc/meminfo", "MemTotal").split()
@@ -282,7 +285,7 @@ def warn_if_busy(described: dict[str, Any]) -> None:
         )
 
 
-# --- the command line, and what is written ---
+# --- the command line and the output ---
 
 
 def positive_int(text: str) -> int:
@@ -314,7 +317,7 @@ def only_printed(arguments: argparse.Namespace) -> bool:
 
 
 def draw_plot(path: Path) -> None:
-    """Without matplotlib, says how to draw it later."""
+    """Draw the plot. Without matplotlib, print how to draw it later."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no plot without matplotlib: install it, then python benchmarks/plot.py {path}")
         return
@@ -343,13 +346,13 @@ def run_models(
     options: tuple[Any, ...],
     report: Callable[[dict[str, Any]], str],
 ) -> None:
-    """``measure(model, *options)`` on all ranks, model by model; reports what rank 0 returns."""
+    """Run ``measure(model, *options)`` on all ranks for each model, and report rank 0's results."""
     described = machine()
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
     results: list[dict[str, Any]] = []
     complete = {"machine": described, "settings": settings, "titles": titles, "results": results}
     for model in arguments.models:
-        # A process group per model: what one leaves behind does not weigh on the next.
+        # A new process group per model, so that a model does not affect the next one.
         outcome = run(
             measure, arguments.ranks, arguments.backend, arguments.device, (model, *options)
         )

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Between processes of one host: one all-reduce, and one SyncBatchNorm.
+"""Measures one all-reduce and one SyncBatchNorm between processes of one host.
 
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]
 
 All-reduce: shared memory and Gloo take turns, with a barrier before each turn of several calls in a
-row. A line is the median over turns, in milliseconds, of a call's time on rank 0 and of its
-processor's; beside them a copy of as many bytes on every rank. A tensor of the process's own memory
-is copied in parts there and back, which takes as much memory traffic as the sum itself: ``share of
-copy``, a copy's time relative to that of the all-reduce, cannot exceed a half. A bucket of the
-reducer lies in shared memory: its time is that of a backward with one parameter whose gradient is a
-view of it, less that of the same backward in ``no_sync()``.
+row. A line shows medians over turns, in milliseconds, of a call's time on rank 0 and of its CPU
+time. Beside them is the time to copy the same number of bytes on every rank. A tensor in the
+process's own memory is copied to shared memory and back in parts, which takes as much memory
+traffic as the sum itself. So ``share of copy``, the time of a copy relative to the all-reduce,
+cannot exceed one half. A bucket of the reducer is in shared memory. Its time is that of a backward
+with one parameter whose gradient is a view of the bucket, minus the same backward in ``no_sync()``.
 
-SyncBatchNorm: forward and backward of 16 small layers whose statistics are those of all ranks, and
-of the same layers with those of each rank alone, in turns; what is between them, for one layer, is
-what two collectives cost. Writes ``host_channel.json`` and draws ``host_channel.png``.
+SyncBatchNorm: forward and backward of 16 small layers with statistics over all ranks, and of the
+    same
+layers with statistics of each rank alone, in turns. The difference, per layer, is the cost of two
+collectives. Writes ``host_channel.json`` and draws ``host_channel.png``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SIZES_KIB = [1, 4, 16, 64, 256, 1024, 4096, 8192, 48128, 131072, 262144]
 
 
 def timed(call: Callable[[], Any], calls: int) -> tuple[float, float]:
-    """Milliseconds of one of so many calls in a row, and of this process's processors."""
+    """Milliseconds per call, and CPU milliseconds of this process, over this number of calls."""
     dist.barrier()
     processor, begin = time.process_time(), time.perf_counter()
     for _ in range(calls):
@@ -106,7 +107,7 @@ def measure(kib: int, name: str) -> dict[str, float]:
 
 
 def batch_norm(channels: int) -> dict[str, float]:
-    """Microseconds of a layer over all ranks and over each alone, on 4 x channels x 8 x 8."""
+    """Microseconds per layer, with all ranks and with each rank alone, on 4 x channels x 8 x 8."""
     groups = {"all": None, "alone": create_syncbn_process_group(1)}
     layers = {
         name: nn.Sequential(*[SyncBatchNorm(channels, process_group=group) for _ in range(LAYERS)])
@@ -155,7 +156,7 @@ def layer_table(rows: list[dict[str, float]]) -> str:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Time over size, both on a logarithmic axis: a panel for each number of ranks."""
+    """Draw time over size on logarithmic axes, with a panel for each number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +206,7 @@ def table(rows: list[dict[str, float]]) -> str:
 
 
 def figure(row: dict[str, float], key: str) -> str:
-    """A difference of two times may be lost in their spread."""
+    """A number of a row. A difference of two times may be smaller than their spread; then "-"."""
     return "-" if "bucket" in key and row["bucket_ms"] <= 0 else f"{row[key]:.3f}"
 
 

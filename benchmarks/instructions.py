@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Machine instructions of a step, counted by valgrind's callgrind: `overhead.py --instructions`.
+"""Counts the machine instructions of a step, for `overhead.py --instructions`.
 
-One process goes through all wrappers under valgrind. Instructions are counted only between begin()
-and end() of a few lines of C, so that what comes before (importing torch, building the modules, the
-steps in which the order of gradients is learnt) runs nearly at the speed of valgrind alone. All
-threads count, and so does the Python of the step. Needs valgrind with its headers and a C compiler.
+It uses valgrind's callgrind. One process runs all wrappers under valgrind. Instructions are counted
+only between begin() and end(), which a few lines of C implement. The code before them (importing
+torch, building the modules, recording the order of gradients) runs almost at the speed of valgrind
+alone. All threads count, and so does the Python code of the step. Needs valgrind with its headers
+and a C compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ void end(const char* name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTR
 
 
 def missing() -> str | None:
-    """What is not there of the tools that this needs."""
+    """The missing tool, if any."""
     for tool in ("valgrind", "cc"):
         if shutil.which(tool) is None:
             return f"'{tool}' is not on PATH"
@@ -47,7 +48,7 @@ def _build_markers(folder: str) -> str:
 
 
 def _run_steps(library: str, numel: int, counts: list[int]) -> None:
-    """Under valgrind: a dump for each wrapper, number of parameters and repetition."""
+    """Run under valgrind: one dump per wrapper, number of parameters and repetition."""
     markers = ctypes.CDLL(library)
     for wrapper in overhead.STEP_WRAPPERS:
         for count in counts:
@@ -74,8 +75,8 @@ def _read_dumps(folder: str) -> dict[tuple[str, int], list[float]]:
 
 
 def measure(numel: int = 64, counts: tuple[int, ...] = (20, 50, 100)) -> dict[str, Any]:
-    """Instructions per step, what a wrapper adds, and a line through that over the parameters."""
-    # Valgrind knows no AVX-512.
+    """Instructions per step, what a wrapper adds, and a linear fit of that over the parameters."""
+    # Valgrind does not support AVX-512.
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
                    "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1",
                    "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",

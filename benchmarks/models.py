@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The models that the benchmarks train, each with a batch for it.
+"""The models that the benchmarks train, each with a batch.
 
-They are chosen for how gradients come: hundreds of small ones, a convolutional network's mix, a
-transformer's even ones, a few that are too large to be worth a copy.
+They differ in their gradients: hundreds of small ones, the mix of a convolutional network, the
+similar sizes of a transformer, and a few that are so large that a copy is expensive.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def resnet(units: list[int], expansion: int, classes: int = 1000) -> nn.Sequenti
 
 
 class Transformer(nn.Module):
-    """Encoder over [N, T] tokens to logits [N, T, vocabulary]; 24.4 million parameters in 148."""
+    """Encoder over [N, T] tokens to logits [N, T, vocabulary]; 24.4 million elements in 148
+    tensors."""
 
     def __init__(
         self, width: int = 384, layers: int = 12, heads: int = 6, vocabulary: int = 4096
@@ -91,12 +92,12 @@ class Transformer(nn.Module):
 
 
 def _chain(width: int, layers: int, bias: bool) -> nn.Sequential:
-    """Linear layers one after another; orthogonal weights keep values away from 0 and infinity."""
+    """A chain of linear layers. Orthogonal weights keep values away from 0 and infinity."""
     chain = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers)))
     for layer in chain:
         if width <= 64:
             nn.init.orthogonal_(layer.weight)
-        else:  # nearly orthogonal, without a decomposition of 4096 x 4096
+        else:  # nearly orthogonal, without a decomposition of a 4096 x 4096 matrix
             nn.init.normal_(layer.weight, std=width**-0.5)
     return chain
 
@@ -141,9 +142,9 @@ def make(name: str, device: str) -> tuple[nn.Module, Tensor]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with parameters of its own for autograd whose values share the original's memory.
+    """A copy with separate parameters for autograd that share the original's memory.
 
-    So that many wrappers of one model fit into memory; nobody takes an optimizer step.
+    Many wrappers of one model then fit into memory. No optimizer steps are taken.
     """
     copies: dict[int, object] = {}
     for parameter in model.parameters():

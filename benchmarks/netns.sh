@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, Gloo
-# across. Shows how much of the communication hides behind backward, against the size of the buckets
-# (--script ddp), or behind the next forward as well (--script overlapped_optimizer). With --ranks-per-host
-# the ranks of a host are in one namespace of processes, so that they can share memory, as in a container.
+# Simulate two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, with Gloo.
+# Shows how much communication is hidden behind backward, for different bucket sizes (--script ddp), or also behind the
+# next forward (--script overlapped_optimizer). With --ranks-per-host, the ranks of a host are in one PID namespace, so
+# that they can share memory, as in a container.
 #
 #   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [--ranks-per-host 1]
 #                       [ARGUMENT of the script ...]
 #
-# A link is RATE/DELAY in tc's words, DELAY (0, or a number of ms) being that of one direction. Frames are
-# jumbo frames of 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf; for a delay
-# netem, or without it TUN devices, which delayed_link.py joins. Makes the namespaces apex-a-PID and
-# apex-b-PID and removes them at the end. PYTHON chooses the interpreter (default: python3), OUT or --output
-# the folder for the results (default: benchmarks/results). Takes about six minutes a link (ddp), or three.
+# A link is RATE/DELAY in tc's notation. DELAY (0, or a number of ms) is that of one direction. Frames are jumbo frames of
+# 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf. A delay needs netem; without it,
+# delayed_link.py joins TUN devices. Creates the namespaces apex-a-PID and apex-b-PID and removes them at the end. PYTHON
+# selects the interpreter (default: python3), OUT or --output the folder of the results (default: benchmarks/results).
+# Takes about six minutes per link (ddp), or three.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -38,13 +38,13 @@ while [ $# -gt 0 ]; do
     *) arguments+=("$1"); shift ;;
   esac
 done
-# For the record, without the folder: a path of this machine.
+# The command to record, without the folder, which is a path of this machine.
 command="benchmarks/netns.sh --links '$links'"
 [ "$script" = ddp ] || command+=" --script $script"
 [ "$ranks" = 1 ] || command+=" --ranks-per-host $ranks"
 command+="${arguments[*]:+ ${arguments[*]}}"
 if [ ${#arguments[@]} -eq 0 ] && [ "$script" = ddp ]; then
-  # Rounds until the seconds are over: a step takes 0.2 s on one link and 2 s on another.
+  # As many rounds as fit into the seconds: a step takes 0.2 s on one link and 2 s on another.
   arguments=(--models resnet18 --bucket-mb 0.5 1 4 10 25 --rounds 40 --warmup 2 --seconds 210)
 fi
 
@@ -88,7 +88,7 @@ join_by_veth() { # join_by_veth RATE DELAY
   ip -n "$a" link add link0 type veth peer name link0 netns "$b" || fail "this kernel has no veth."
   bring_up
   for namespace in "$a" "$b"; do
-    # Segments of 64 KB would pass a rate limit in lumps that no wire has.
+    # Segments of 64 KB would pass the rate limit in bursts that no real link has.
     ip netns exec "$namespace" ethtool -K link0 tso off gso off gro off >/dev/null 2>&1 ||
       echo "netns.sh: no ethtool: packets of up to 64 KB will pass the rate limit in lumps"
     if [ "$2" = 0 ]; then
@@ -118,7 +118,7 @@ join_by_relay() { # join_by_relay RATE DELAY, in mbit or gbit and in ms
   bring_up
 }
 
-host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; the status, and what is said, are those of the first
+host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are those of its first rank
   # shellcheck disable=SC2016  # for the inner shell
   exec ip netns exec "$1" env FIRST="$2" RANKS="$ranks" WORLD_SIZE=$((2 * ranks)) MASTER_ADDR=10.99.0.1 \
     MASTER_PORT=29541 GLOO_SOCKET_IFNAME=link0 BENCHMARK_COMMAND="$command" \
@@ -129,8 +129,8 @@ host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; the status, and what is sa
     "$python" "$here/$script.py" --output "$output" --name "$3" --link "$4" "${arguments[@]}"
 }
 
-# Else the load that the last link left behind would be taken for another program's, and the next results be marked as
-# provisional. At most three minutes.
+# Wait at most three minutes. Otherwise the remaining load of the last link would count as another program's, and the next
+# results would be marked as provisional.
 let_load_fall() {
   local tries
   for ((tries = 0; tries < 36; ++tries)); do
@@ -139,7 +139,7 @@ let_load_fall() {
   done
 }
 
-# What cannot be delayed by the queue discipline is delayed by the relay.
+# If the queueing discipline cannot delay packets, the relay does.
 ip -n "$a" link add probe0 type dummy 2>/dev/null || ip -n "$a" link add probe0 type veth
 have_netem=false
 tc -n "$a" qdisc add dev probe0 root netem delay 1ms 2>/dev/null && have_netem=true

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a data-parallel wrapper costs by itself: world size 1, so nothing travels.
+"""Measures the cost of a data-parallel wrapper without communication: the world size is 1.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --device cuda --backend nccl
@@ -7,14 +7,14 @@
 
 Prints, for torch's DistributedDataParallel and apex's:
 
-- time added to a step: microseconds per step and per parameter, from a line through steps with
-  different numbers of parameters. The model's own work is one autograd node that hands out
-  gradients, so that what is left is accumulating them and the wrapper;
-- time added to a wrapped forward, of one small linear layer and of 40 batch norms (whose buffers
-  torch broadcasts before every forward, and apex does if asked to);
-- collectives and copied gradients per step (apex's own counters), operators dispatched and bytes
-  allocated per step, and on CUDA kernels and copies launched per step (the profiler's counts);
-- with --instructions, in place of all that, machine instructions per step and per parameter, which
+- Time added to a step, in microseconds per step and per parameter, from a linear fit over steps
+  with different numbers of parameters. The model is one autograd node that returns given gradients,
+  so only their accumulation and the wrapper remain.
+- Time added to a wrapped forward, of one small linear layer and of 40 batch norms. torch broadcasts
+  their buffers before every forward, and apex does so on request.
+- Counts per step: collectives and copied gradients (apex's own counters), dispatched operators and
+  allocated bytes, and on CUDA launched kernels and copies (from the profiler).
+- With --instructions, instead of all that, machine instructions per step and per parameter, which
   do not depend on the load of the machine: see instructions.py.
 """
 
@@ -85,7 +85,7 @@ class _HandOut(torch.autograd.Function):
 
 
 class Parameters(nn.Module):
-    """``count`` parameters of ``numel`` elements and next to no work of its own."""
+    """``count`` parameters of ``numel`` elements, with almost no computation."""
 
     def __init__(self, count: int, numel: int, device: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _synchronize(device: str) -> None:
 def _take_turns(
     calls: dict[str, Callable[[], None]], rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds per call, one of each per round, the order rotated."""
+    """Seconds per call. Each round calls each function once, in rotated order."""
     names = list(calls)
     for _ in range(5):
         for name in names:
@@ -143,7 +143,7 @@ def _stepper(
 
 
 def _added(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Microseconds on top of no DDP, round by round."""
+    """Microseconds in addition to the variant without DDP, per round."""
     base = times["none"]
     return {
         name: harness.quartiles([(t - b) * 1e6 for t, b in zip(column, base, strict=True)])
@@ -158,7 +158,7 @@ def measure_steps(device: str, rounds: int, numels: list[int], counts: list[int]
         points: dict[str, list[float]] = {}
         base, raw = [], {}
         for count in counts:
-            # Fewer large ones: copies of 100 x 65536 floats are 26 MB a variant.
+            # Fewer large ones: copies of 100 x 65536 floats are 26 MB per variant.
             calls = {name: _stepper(name, count, numel, device)[1] for name in STEP_WRAPPERS}
             times = _take_turns(calls, rounds, device)
             raw[str(count)] = _added(times)
@@ -221,7 +221,7 @@ def _profiled(step: Callable[[], None], device: str) -> dict[str, int]:
 
 
 def measure_counts(device: str, count: int, numel: int) -> dict[str, Any]:
-    """Exact counts of one step in the steady state, less those without a wrapper."""
+    """Exact counts of one step in the steady state, minus the counts without a wrapper."""
     counts: dict[str, Any] = {}
     for name in STEP_WRAPPERS:
         module, step = _stepper(name, count, numel, device)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Step time with the optimizer, side by side: OverlappedOptimizer and what waits in backward.
+"""Compares the step time, optimizer included, of OverlappedOptimizer and of loops that wait in
+backward.
 
     python benchmarks/overlapped_optimizer.py                         # two ranks on this machine
     benchmarks/netns.sh --script overlapped_optimizer --links "1gbit/0"   # over a slow link
 
-A step is zero_grad(), forward, backward and SGD with momentum. What OverlappedOptimizer hides, it
-hides under the next step's forward; so variants take turns of several steps, a barrier before and
-after each turn. The last step of a turn has no forward after it: its wait, in synchronize(), is in
-the time. A step's time is a turn's, divided by the steps, on the slowest rank. Ratios are medians
-over rounds of a time divided by that of torch's default in the same round.
+A step is zero_grad(), forward, backward and SGD with momentum. OverlappedOptimizer hides
+communication under the next step's forward. So variants take turns of several steps, with a barrier
+before and after each turn. The last step of a turn has no forward after it, so its wait in
+synchronize() is included. The time of a step is that of a turn divided by its steps, on the slowest
+rank. Ratios are medians over rounds of a time divided by that of torch's default in the same round.
 
-Two bounds stand beside the variants, from times of the same round. If backward() waits: forward +
-update + max(backward, all-reduce); in any order: max(forward + backward + update, all-reduce).
-At the end, parameters are compared with those of the loop that waits.
+Two lower bounds are shown, from times of the same round. If backward() waits: forward + update +
+max(backward, all-reduce). In any order: max(forward + backward + update, all-reduce). At the end,
+parameters are compared with those of the loop that waits.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ VARIANTS = [
     *("apex", "apex@1", "apex@4"),
     *("overlapped@1", "overlapped@2", "overlapped@4"),
 ]
-#: "wait": for what is on its way when the last step of a turn is over.
+#: "wait" is the time at the end of a turn until nothing is in flight.
 PHASES = ("forward", "backward", "update", "wait")
-#: Small enough for any of these models, and for hundreds of steps on one batch.
+#: Small enough for all of these models, for hundreds of steps on one batch.
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
-#: apex's buckets are ordered after the third backward with a plan, and later ones do not wait.
+#: apex orders its buckets after the third backward with a plan. Later backwards do not wait.
 UNTIMED_STEPS = 8
 
 
@@ -68,7 +69,7 @@ def title(variant: str) -> str:
 
 
 class Loop:
-    """A training loop: ``turn()`` is what is timed."""
+    """A training loop. ``turn()`` is timed."""
 
     def __init__(self, name: str, model: nn.Module, batch: Tensor, device: str) -> None:
         self.name = name
@@ -98,7 +99,7 @@ class Loop:
     def restart(self) -> None:
         self.turns = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.processor_seconds = 0.0  # of all threads
+        self.processor_seconds = 0.0  # CPU time of all threads
 
     def turn(self) -> None:
         begin = time.process_time()
@@ -142,7 +143,8 @@ class Loop:
 
 
 def _compare(loops: dict[str, Loop]) -> list[str]:
-    """Raises if parameters differ; with two ranks, by a bit: a sum of two has one order only."""
+    """Raise if parameters differ. With two ranks they must be bitwise equal: a sum of two has one
+    order."""
     compared = []
     for name, loop in loops.items():
         if loop.library != "overlapped":
@@ -167,7 +169,8 @@ def _compare(loops: dict[str, Loop]) -> list[str]:
 
 
 def _bounds(columns: dict[str, list[float]], phases: dict[str, float]) -> dict[str, list[float]]:
-    """From the times of each round; which part of a step is backward, from all rounds."""
+    """The bounds from the times of each round. The share of backward in a step is from all
+    rounds."""
     part = phases["backward"] / sum(phases.values())
     rows = list(zip(columns["none"], columns["comm"], strict=True))
     return {
@@ -179,7 +182,7 @@ def _bounds(columns: dict[str, list[float]], phases: dict[str, float]) -> dict[s
 def measure(
     model_name: str, names: list[str], device: str, steps: int, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Turns of ``steps`` steps: ``rounds``, or fewer when ``seconds`` are over. Collective."""
+    """Time ``rounds`` turns of ``steps`` steps, or fewer if ``seconds`` run out. Collective."""
     model, batch = models.make(model_name, device)
     loops = {name: Loop(name, model, batch, device) for name in names}
     turns = harness.Turns(device)

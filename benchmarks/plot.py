@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws what ddp.py, overlapped_optimizer.py, sharded.py or host_channel.py wrote.
+"""Draws the results of ddp.py, overlapped_optimizer.py, sharded.py or host_channel.py.
 
 `python benchmarks/plot.py results/ddp.json` writes results/ddp.png.
 """
@@ -41,13 +41,14 @@ def _caption(data: dict[str, Any]) -> str:
         f"{settings['ranks']} rank(s), {settings['backend']}, {device}, {machine['cores']} cores, "
         f"torch {machine['torch']}, {machine['date'][:10]}"
     )
-    if settings.get("link") and not settings.get("bucket_mb"):  # there it is the figure's title
+    # otherwise it is in the figure's title
+    if settings.get("link") and not settings.get("bucket_mb"):
         text += f", link of {settings['link'].partition(',')[0]}"
     return text + ("  (PROVISIONAL: machine was busy)" if machine["load_at_start"] > 0.5 else "")
 
 
 def draw(path: Path) -> Path:
-    """One panel per model, one bar per variant: median ratio to torch's default, and quartiles.
+    """Draw one panel per model and one bar per variant: median ratio to torch's default, quartiles.
 
     A sweep of bucket sizes is drawn over the bucket size instead.
     """

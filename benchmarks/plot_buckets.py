@@ -32,7 +32,7 @@ def _panel(axes: Any, result: dict[str, Any], key: str, scale: float) -> None:
         sizes, medians, low, high = _curve(result, library, key, scale)
         below = [m - value for m, value in zip(medians, low, strict=True)]
         above = [value - m for m, value in zip(medians, high, strict=True)]
-        # A little apart, so that the bars of one do not hide those of the other.
+        # Slightly apart, so that the error bars do not hide each other.
         sizes = [size * (0.97 if library == "torch" else 1.03) for size in sizes]
         axes.errorbar(
             sizes, medians, yerr=[below, above], color=color, marker=marker, markersize=5,
@@ -58,7 +58,7 @@ def _panel(axes: Any, result: dict[str, Any], key: str, scale: float) -> None:
 
 
 def draw(data: dict[str, Any], caption: str, target: Path) -> None:
-    """A row per model: step time on the left, overlap on the right, over the bucket size."""
+    """Draw a row per model over the bucket size: step time on the left, overlap on the right."""
     from matplotlib import pyplot
 
     results = data["results"]

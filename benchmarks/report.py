@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Puts the tables of benchmarks/results/*.json into docs/performance.md.
+"""Inserts the tables of benchmarks/results/*.json into docs/performance.md.
 
     python benchmarks/report.py [--check]
 
-It rewrites the page, or with --check says whether it would: what is between
+It rewrites the page. With --check, it reports whether the page would change. The text between
 `<!-- results: NAME -->` and `<!-- end -->` is replaced by the machine, the command and the tables
-of NAME.json, and the plot NAME.png where there is one. NAME.json was written by ddp.py,
+of NAME.json, and the plot NAME.png if it exists. NAME.json comes from ddp.py,
 overlapped_optimizer.py, overhead.py, host_channel.py, sync_batch_norm.py or Google Benchmark.
 """
 
@@ -55,7 +55,7 @@ def describe(data: dict[str, Any]) -> str:
 
 
 def google_benchmark(data: dict[str, Any]) -> str:
-    """What Google Benchmark wrote with --benchmark_repetitions and only aggregates."""
+    """A table of Google Benchmark's output with --benchmark_repetitions and only aggregates."""
     context = data["context"]
     parts = [
         context.get("processor", ""),
@@ -72,7 +72,8 @@ def google_benchmark(data: dict[str, Any]) -> str:
         )
     runs: dict[str, dict[str, dict[str, Any]]] = {}
 
-    def place(run: dict[str, Any]) -> tuple[int, int]:  # interleaved runs come in random order
+    # interleaved runs are listed in random order
+    def place(run: dict[str, Any]) -> tuple[int, int]:
         return run["family_index"], run["per_family_instance_index"]
 
     for run in sorted(data["benchmarks"], key=place):

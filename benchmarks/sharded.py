@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A whole step with its optimizer: ShardedOptimizer beside what steps everything on every rank.
+"""Compares whole steps with ShardedOptimizer and with optimizers that step everything on every
+rank.
 
     python benchmarks/sharded.py                        # two ranks on this machine
     python benchmarks/sharded.py --optimizers muon --models transformer
 
-A step is zero_grad(), forward, backward and step(). All variants live in one process group and take
-turns step by step, with a barrier before and after each; a time is that of the slowest rank. Ratios
-are medians over rounds of a time divided, in the same round, by that of the same processes without
-data parallelism: each trains for itself, with the same optimizer. "update" is step() alone. The
-state of the optimizer is measured in bytes, on the rank that has most.
+A step is zero_grad(), forward, backward and step(). All variants run in one process group and take
+turns step by step, with a barrier before and after each step. A time is that of the slowest rank.
+Ratios are medians over rounds of a time divided by the baseline of the same round. The baseline is
+the same processes without data parallelism: each trains alone, with the same optimizer. "update" is
+step() alone. The state of the optimizer is measured in bytes, on the rank with the most.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TITLES = {
     "apex": "apex's DDP",
     "apex_sharded": "apex's DDP, ShardedOptimizer",
 }
-#: By name: the optimizer's class, and its arguments.
+#: By name, the class of the optimizer and its arguments.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw_fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
@@ -46,7 +47,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Variant:
-    """One way to train a model: ``step()`` is what is timed."""
+    """One way to train a model. ``step()`` is timed."""
 
     def __init__(self, name: str, optimizer: str, model: nn.Module, batch: Tensor) -> None:
         self.name = name
@@ -61,7 +62,7 @@ class Variant:
             self.module = ApexDDP(self.module)
         kind, arguments = OPTIMIZERS[optimizer]
         self.others: torch.optim.Optimizer | None = None
-        if optimizer == "muon":  # takes matrices only
+        if optimizer == "muon":  # Muon takes only matrices
             rest = [p for p in parameters if p.ndim != 2]
             parameters = [p for p in parameters if p.ndim == 2]
             if rest:
@@ -84,7 +85,8 @@ class Variant:
         self.updates.append(time.perf_counter() - begin)
 
     def state_megabytes(self) -> float:
-        """Of the optimizer, here. torch's ZeroRedundancyOptimizer has it in ``optim``."""
+        """The size of the optimizer's state on this rank. ZeroRedundancyOptimizer keeps it in
+        ``optim``."""
         held = getattr(self.optimizer, "optim", self.optimizer).state
         tensors = [t for state in held.values() for t in state.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors) / 1e6
@@ -93,7 +95,7 @@ class Variant:
 def measure(
     model_name: str, names: list[str], optimizer: str, rounds: int, warmup: int, seconds: float
 ) -> dict[str, Any]:
-    """Time every variant ``rounds`` times, or fewer when ``seconds`` are over. Collective."""
+    """Time every variant ``rounds`` times, or fewer if ``seconds`` run out. Collective."""
     model, batch = models.make(model_name, "cpu")
     variants = [Variant(name, optimizer, model, batch) for name in names]
     turns = harness.Turns("cpu")

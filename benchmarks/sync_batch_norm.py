@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""SyncBatchNorm against torch.nn.BatchNorm2d and torch.nn.SyncBatchNorm.
+"""Compares SyncBatchNorm with torch.nn.BatchNorm2d and torch.nn.SyncBatchNorm.
 
 One process:      python benchmarks/sync_batch_norm.py
 Several ranks:    torchrun --nproc-per-node 2 benchmarks/sync_batch_norm.py
 On a GPU:         python benchmarks/sync_batch_norm.py --device cuda
 
-Forward plus backward of one layer, variants interleaved in every round, first quartile of the
-rounds (the machine may have other work; --rounds raises the number). The share of the copy
-bandwidth counts what the layer has to move: x read twice and y written once, x and dy read twice
-and dx written once, over the bandwidth of a copy of the same tensor in the same rounds. More than
-100 % is possible where a second read hits a cache.
+Measures forward plus backward of one layer. Variants are interleaved in every round. The result is
+the first quartile of the rounds, because the machine may have other work (--rounds sets their
+number). The share of the copy bandwidth is the layer's minimum memory traffic (x read twice and y
+written once, x and dy read twice and dx written once) per time, divided by the bandwidth of a copy
+of the same tensor in the same rounds. More than 100 % is possible if a second read hits a cache.
 
-torch.nn.SyncBatchNorm takes no CPU tensors; its column is empty there. With several ranks, what a
-layer has to communicate is timed alone, too: an all-gather and an all-reduce of two float64 values
-per channel, on a group of their own; and so is the processor time of the thread that trains, which
-does not count its waiting for other ranks.
+torch.nn.SyncBatchNorm does not accept CPU tensors, so its column is empty there. With several
+ranks, the communication of a layer is also timed alone: an all-gather and an all-reduce of two
+float64 values per channel, on a separate group. So is the CPU time of the training thread, which
+excludes its waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def own_group() -> dist.ProcessGroup | None:
 
 
 def collectives(channels: int, device: torch.device) -> Callable[[], None]:
-    """What SyncBatchNorm exchanges in a forward and a backward, alone."""
+    """The collectives of SyncBatchNorm in a forward and a backward, without computation."""
     record = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
     records = record.new_zeros(dist.get_world_size() * record.numel())
     sums = torch.zeros(2 * channels, dtype=torch.float64, device=device)
@@ -79,8 +79,8 @@ def measure(
     rounds: int,
     others: dict[str, Callable[[], None]],
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """Per forward plus backward of each variant, and per call of others: seconds, and seconds of
-    this thread's processor time. And the seconds of a copy of x."""
+    """Seconds, and CPU seconds of this thread, per forward plus backward of each variant and per
+    call of the others. Also the seconds of a copy of x."""
     target = torch.empty_like(x)
     source = x.detach()
     steps = dict(others)
@@ -206,7 +206,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         seconds = row["seconds"]
         ours, plain, peer = seconds["ours"], seconds["plain"], seconds.get("torch")
         alone = seconds.get("collectives")
-        share = 8 * row["copy_s"] / 2 / ours  # eight passes; a copy is two
+        share = 8 * row["copy_s"] / 2 / ours  # eight passes over the tensor; a copy has two
         lines.append(
             [
                 "×".join(map(str, row["input"])),

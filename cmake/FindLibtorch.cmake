@@ -2,15 +2,15 @@
 # FindLibtorch
 # ------------
 # Finds libtorch inside a PyTorch wheel or an unpacked libtorch archive, without torch's own
-# find_package(Torch): that one fails when a CUDA build meets a machine without the whole CUDA
-# toolkit, and it edits CMAKE_CUDA_ARCHITECTURES and CMAKE_CUDA_FLAGS of the project that calls it.
+# find_package(Torch). That one fails for a CUDA build on a machine without the full CUDA toolkit,
+# and it changes CMAKE_CUDA_ARCHITECTURES and CMAKE_CUDA_FLAGS of the calling project.
 #
-# Where it looks, in this order:
+# Search order:
 #   Libtorch_ROOT, Torch_ROOT, TORCH_INSTALL_PREFIX,
 #   Torch_DIR (share/cmake/Torch of a torch), an entry of CMAKE_PREFIX_PATH that holds a torch (each
 #   of them a CMake or an environment variable),
 #   the torch of the Python interpreter in Python_EXECUTABLE or, without one, of python3.
-# Where Libtorch_ROOT names a folder, only there.
+# If Libtorch_ROOT names a folder, only that folder is searched.
 #
 # Sets
 #   Libtorch_FOUND, Libtorch_VERSION (2.13.0), Libtorch_FULL_VERSION (2.13.0+cpu)
@@ -25,16 +25,16 @@
 #   Libtorch::libtorch_cuda  adds libtorch_cuda and libc10_cuda (CUDA builds only)
 #   Libtorch::python         libtorch_python (wheels only; never part of the C++ library)
 #
-# No network, no try_run, no look at the machine's GPU.
+# Uses no network, no try_run, and no information about the machine's GPU.
 
-# Imported targets are visible in the folder of the call and below, or everywhere where
-# CMAKE_FIND_PACKAGE_TARGETS_GLOBAL is on (as CMake does by itself since 3.24).
+# Imported targets are visible in the calling folder and below, or everywhere if
+# CMAKE_FIND_PACKAGE_TARGETS_GLOBAL is on. CMake behaves this way since 3.24.
 #
-# No include_guard: variables live in the scope of each caller, targets are made once.
+# No include_guard, because each caller needs the variables in its scope. Targets are created once.
 
 include(FindPackageHandleStandardArgs)
 
-# A folder is a libtorch when it has the umbrella header and libc10.
+# A folder is a libtorch if it has the umbrella header and libc10.
 function(_libtorch_is_prefix out candidate)
   if(EXISTS "${candidate}/include/torch/csrc/api/include/torch/torch.h"
      AND EXISTS "${candidate}/lib/libc10${CMAKE_SHARED_LIBRARY_SUFFIX}")
@@ -58,8 +58,9 @@ function(_libtorch_ask_python out)
   if(NOT interpreter)
     return()
   endif()
-  # find_spec locates the package without importing it (an import takes seconds). Without '', so that
-  # a folder torch where cmake was started, as in a clone of PyTorch, is not taken for the package.
+  # find_spec locates the package without importing it (an import takes seconds). Without '', so
+  # that a folder named torch in the working folder, as in a clone of PyTorch, is not mistaken for
+  # it.
   execute_process(
     COMMAND "${interpreter}" -c
       "import importlib.util as u, sys; sys.path = list(filter(None, sys.path)); s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0] if s else '')"
@@ -125,7 +126,7 @@ if(Libtorch_PREFIX)
     "${Libtorch_PREFIX}/include" "${Libtorch_PREFIX}/include/torch/csrc/api/include")
   set(Libtorch_LIBRARY_DIR "${Libtorch_PREFIX}/lib")
 
-  # Version: a wheel says it in version.py, an archive in build-version, both in a header.
+  # Version: from version.py in a wheel, build-version in an archive, and a header in both.
   set(Libtorch_FULL_VERSION "")
   set(Libtorch_CUDA_VERSION "")
   if(EXISTS "${Libtorch_PREFIX}/version.py")
@@ -162,7 +163,7 @@ if(Libtorch_PREFIX)
     set(Libtorch_FULL_VERSION "${Libtorch_VERSION}")
   endif()
 
-  # Flavour: what the package holds, never what the machine has.
+  # Flavor: depends only on the package, not on the machine.
   if(EXISTS "${Libtorch_LIBRARY_DIR}/libtorch_cuda${CMAKE_SHARED_LIBRARY_SUFFIX}")
     set(Libtorch_CUDA ON)
     if(NOT Libtorch_CUDA_VERSION AND Libtorch_FULL_VERSION MATCHES "cu([0-9]+)([0-9])$")
@@ -173,7 +174,7 @@ if(Libtorch_PREFIX)
     set(Libtorch_CUDA_VERSION "")
   endif()
 
-  # C++ ABI, as the package's own CMake file records it.
+  # C++ ABI, from the package's own CMake file.
   set(Libtorch_CXX11_ABI 1)
   set(_libtorch_config "${Libtorch_PREFIX}/share/cmake/Torch/TorchConfig.cmake")
   if(EXISTS "${_libtorch_config}")
@@ -213,7 +214,7 @@ if(Libtorch_FOUND AND NOT TARGET Libtorch::libtorch)
   endforeach()
 
   add_library(Libtorch::libtorch INTERFACE IMPORTED ${_libtorch_global})
-  # Torch's headers are not ours to warn about, hence SYSTEM (the default of imported targets).
+  # SYSTEM (the default of imported targets) suppresses warnings in torch's headers.
   target_include_directories(Libtorch::libtorch INTERFACE ${Libtorch_INCLUDE_DIRS})
   target_compile_definitions(Libtorch::libtorch INTERFACE
     _GLIBCXX_USE_CXX11_ABI=${Libtorch_CXX11_ABI})

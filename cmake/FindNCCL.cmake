@@ -4,14 +4,14 @@
 # Finds NCCL's header and library: in NCCL_ROOT (CMake or environment variable), in the nvidia-nccl
 # wheel beside the torch package that FindLibtorch found, or on the system.
 #
-# The wheel is looked at before the system, because libtorch was built with it: a process should
-# not meet two NCCL versions.
+# The wheel is searched before the system, because libtorch was built with it and a process should
+# not load two NCCL versions.
 #
 # Sets
-#   NCCL_FOUND, NCCL_VERSION (2.27.3), NCCL_INCLUDE_DIR, NCCL_LIBRARY (may be empty: libtorch brings
-#   the library along, so code that only goes through c10d needs the header alone)
+#   NCCL_FOUND, NCCL_VERSION (2.27.3), NCCL_INCLUDE_DIR, NCCL_LIBRARY (may be empty: libtorch loads
+#   the library, so code that only uses c10d needs only the header)
 # and the imported target
-#   NCCL::nccl   header and, where there is one, library
+#   NCCL::nccl   header and, if found, library
 
 include_guard(DIRECTORY)
 include(FindPackageHandleStandardArgs)

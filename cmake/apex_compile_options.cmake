@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Warnings and sanitizers for our own targets only; nothing here reaches a consumer or a parent.
+# Warnings and sanitizers, for this project's targets only. Consumers and parent projects do not get
+# them.
 
 function(apex_compile_options target)
   target_compile_options(${target} PRIVATE
@@ -13,27 +14,27 @@ function(apex_compile_options target)
       $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${APEX_SANITIZE};-fno-omit-frame-pointer;-g1>)
     target_link_options(${target} PRIVATE -fsanitize=${APEX_SANITIZE})
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-      # Instrumented, torch's optional device guards look as if they were used without a value.
+      # Under instrumentation, GCC reports torch's optional device guards as used uninitialized.
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-maybe-uninitialized>)
     endif()
     if(APEX_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-      # GCC warns of fences in torch's headers, which its ThreadSanitizer does not see.
+      # GCC warns about fences in torch's headers, which its ThreadSanitizer does not support.
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-tsan>)
     endif()
   endif()
 endfunction()
 
-# Tests run for milliseconds and compile for seconds. All targets that share a precompiled header need
-# the same level.
+# Tests run for milliseconds and compile for seconds, so they use a low optimization level. All
+# targets that share a precompiled header need the same level.
 function(apex_test_options target)
   apex_compile_options(${target})
   target_compile_options(${target} PRIVATE
     $<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>>:-O1>)
 endfunction()
 
-# apex_unity(TARGET SOURCES...): with APEX_UNITY_BUILD, these sources of the target are compiled as one.
-# GCC instantiates the templates that a precompiled header leaves pending once per object: three
-# seconds each.
+# apex_unity(TARGET SOURCES...): with APEX_UNITY_BUILD, compile these sources of the target as one.
+# GCC instantiates the pending templates of a precompiled header once per object, which takes three
+# seconds each time.
 function(apex_unity target)
   if(NOT APEX_UNITY_BUILD)
     return()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Decides whether the CUDA parts are built and says why. Sets APEX_WITH_CUDA and apex_cuda_reason.
+# Decides whether the CUDA parts are built, and records why. Sets APEX_WITH_CUDA and
+# apex_cuda_reason.
 #
-# What is needed: a libtorch that was built for CUDA, and an nvcc of the same CUDA major version
-# with the runtime's headers and library beside it. Nothing else of the toolkit is used, so a
-# partial toolkit is enough. The parent's CMAKE_CUDA_ARCHITECTURES and flags are left alone.
+# Requires a libtorch that was built for CUDA, and an nvcc of the same CUDA major version with the
+# runtime's headers and library. Nothing else of the toolkit is used, so a partial toolkit is
+# enough. The parent's CMAKE_CUDA_ARCHITECTURES and flags are not changed.
 
 set(APEX_WITH_CUDA OFF)
 set(apex_cuda_reason "")
@@ -19,7 +20,7 @@ else()
     set(apex_cuda_reason "no working nvcc was found (set CUDACXX or put it on PATH)")
   else()
     enable_language(CUDA)
-    # The standard library of modules for the toolkit takes no part in a try_run or a GPU probe.
+    # CMake's own toolkit module, which uses no try_run and does not probe GPUs.
     find_package(CUDAToolkit QUIET)
     string(REGEX MATCH "^[0-9]+" apex_nvcc_major "${CMAKE_CUDA_COMPILER_VERSION}")
     string(REGEX MATCH "^[0-9]+" apex_torch_cuda_major "${Libtorch_CUDA_VERSION}")
@@ -43,7 +44,7 @@ if(APEX_CUDA AND NOT APEX_CUDA STREQUAL "AUTO" AND NOT APEX_WITH_CUDA)
     "install what is missing or pass -DAPEX_CUDA=OFF.")
 endif()
 
-# The architectures of our own targets: the user's choice if there is one.
+# The architectures of this project's targets: the user's choice if given.
 if(APEX_WITH_CUDA)
   if(NOT APEX_CUDA_ARCHITECTURES)
     if(apex_top_level AND CMAKE_CUDA_ARCHITECTURES AND DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES}

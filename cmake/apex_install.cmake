@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Install rules, the CMake package and the build-tree export. In a wheel the prefix is the package
-# folder, apex/, beside torch/ in site-packages. Everything here is in the install component apex_cpp,
-# so that the C++ package can be installed alone also from a build for Python.
+# folder, apex/, next to torch/ in site-packages. Everything is in the install component apex_cpp,
+# so that the C++ package can also be installed alone from a build for Python.
 include(CMakePackageConfigHelpers)
 
 set(apex_cmake_dir "${CMAKE_INSTALL_LIBDIR}/cmake/apex")
 
-# The torch of the build, for a package that meets none beside it. Not in a wheel, which is for other
-# machines, and whose build environment may be gone when the build is done.
+# The torch of the build, for an installed package without a torch next to it. Not set in a wheel,
+# which is for other machines, and whose build environment may be deleted after the build.
 set(apex_torch_hint "${Libtorch_PREFIX}")
 if(DEFINED SKBUILD)
   set(apex_torch_hint "")
@@ -17,7 +17,7 @@ endif()
 set(apex_rpath "$ORIGIN")
 if(DEFINED SKBUILD)
   list(APPEND apex_rpath "$ORIGIN/../../torch/lib")
-  # Wheels hold no symbolic links: with a version in its name the library would be there three times.
+  # Wheels contain no symbolic links, so a versioned library would be in the wheel three times.
   set_property(TARGET apex_parallel PROPERTY VERSION)
   set_property(TARGET apex_parallel PROPERTY SOVERSION)
 endif()
@@ -39,8 +39,8 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/cpp/include/apex
 install(EXPORT apexTargets NAMESPACE apex::
   DESTINATION ${apex_cmake_dir} COMPONENT apex_cpp)
 
-# What a static library asks of its consumers: a linker flag that CMake knows since 3.24 and, where it
-# has CUDA parts, the CUDA runtime, but no nvcc.
+# The requirements of a static library on its consumers: a linker feature that CMake supports since
+# 3.24 and, with CUDA parts, the CUDA runtime, but not nvcc.
 set(apex_config_before "")
 set(apex_config_after "")
 if(NOT APEX_BUILD_SHARED)
@@ -81,12 +81,12 @@ export(EXPORT apexTargets NAMESPACE apex:: FILE ${PROJECT_BINARY_DIR}/apexTarget
 configure_file(${PROJECT_SOURCE_DIR}/cmake/FindLibtorch.cmake
   ${PROJECT_BINARY_DIR}/FindLibtorch.cmake COPYONLY)
 
-# For builds without CMake: pkg-config --cflags --libs apex. Relocatable, as the CMake package is.
+# For builds without CMake: pkg-config --cflags --libs apex. Relocatable, like the CMake package.
 set(apex_pc_directory "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 file(RELATIVE_PATH apex_pc_up "/prefix/${apex_pc_directory}" "/prefix")
 string(REGEX REPLACE "/$" "" apex_pc_up "${apex_pc_up}")
 set(apex_pc_prefix "\${pcfiledir}/${apex_pc_up}")
-# GNUInstallDirs allows absolute folders; nothing is relocatable then.
+# GNUInstallDirs allows absolute folders. The package is not relocatable then.
 if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
   set(apex_pc_prefix "${CMAKE_INSTALL_PREFIX}")
 endif()
@@ -108,7 +108,7 @@ endif()
 if(APEX_BUILD_SHARED)
   set(apex_pc_defines "")
   set(apex_pc_library "-L\${libdir} -lapex_parallel -Wl,-rpath,\${libdir}")
-  # Needed by programs themselves: see apexConfig.cmake.in.
+  # Programs must link these directly: see apexConfig.cmake.in.
   set(apex_pc_torch_libraries
     "-Wl,--push-state,--no-as-needed ${apex_pc_torch_libraries} -Wl,--pop-state")
 else()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Decides whether the NCCL backend of apex::distributed is built and says why. Sets APEX_WITH_NCCL,
-# apex_nccl_reason and apex_nccl_include_dirs. Included after apex_cuda.
+# Decides whether the NCCL backend of apex::distributed is built, and records why. Sets
+# APEX_WITH_NCCL, apex_nccl_reason and apex_nccl_include_dirs. Included after apex_cuda.
 #
-# Torch's header of its NCCL backend needs nccl.h and, by way of ATen's CUDA headers, those of
-# cuBLAS, cuSOLVER and cuSPARSE. Only headers: the code behind them is in libtorch_cuda.
+# The header of torch's NCCL backend needs nccl.h and, through ATen's CUDA headers, those of cuBLAS,
+# cuSOLVER and cuSPARSE. Only headers are needed, because the code is in libtorch_cuda.
 
 set(APEX_WITH_NCCL OFF)
 set(apex_nccl_include_dirs)
@@ -14,8 +14,8 @@ else()
   if(NOT NCCL_FOUND)
     set(apex_nccl_reason "no nccl.h was found (set NCCL_ROOT)")
   else()
-    # The toolkit's own folder comes first; what it lacks is in the wheels beside torch: one folder
-    # per CUDA major version since 13, one per library before.
+    # The toolkit's own folder comes first. Missing headers are in the wheels next to torch: one
+    # folder per CUDA major version since 13, one per library before that.
     get_filename_component(apex_nvidia_wheels "${Libtorch_PREFIX}/../nvidia" ABSOLUTE)
     string(REGEX MATCH "^[0-9]+" apex_nccl_cuda "${Libtorch_CUDA_VERSION}")
     set(apex_nccl_missing)
@@ -39,7 +39,7 @@ else()
       list(REMOVE_DUPLICATES apex_nccl_include_dirs)
       list(REMOVE_ITEM apex_nccl_include_dirs ${CUDAToolkit_INCLUDE_DIRS})
       set(APEX_WITH_NCCL ON)
-      set(apex_nccl_reason "NCCL ${NCCL_VERSION}")  # without its folder: it goes into wheels
+      set(apex_nccl_reason "NCCL ${NCCL_VERSION}")  # without its folder, because this text goes into wheels
     endif()
   endif()
 endif()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What was found, what is on, and why something is off. `pip install -v` shows it, `python -m apex` afterwards.
+# Prints what was found, what is on, and why something is off. `pip install -v` and `python -m apex`
+# show it too.
 if(apex_top_level)
   if(APEX_WITH_CUDA)
     set(apex_cuda_line "ON   (${apex_cuda_reason}; architectures ${apex_cuda_architectures})")

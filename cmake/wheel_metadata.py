@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What pyproject.toml leaves to the build: the version, and the torch that a wheel belongs to.
+"""The metadata that pyproject.toml leaves to the build: the version, and the torch of a wheel.
 
-C++ libraries of two minor versions of torch do not fit together. So a wheel requires the torch that
-it was built with, ``torch==2.13.*``, and says so in its name, ``0.1.0+torch2.13.cpu``; installers
-keep it away from another torch. A source distribution goes with every torch from 2.11.
+C++ libraries of two minor versions of torch are incompatible. So a wheel requires the torch that it
+was built with, ``torch==2.13.*``, and names it in its version, ``0.1.0+torch2.13.cpu``. Installers
+then do not combine it with another torch. A source distribution works with every torch from 2.11.
 
 Called by scikit-build-core: see [[tool.dynamic-metadata]] in pyproject.toml.
 """
@@ -25,8 +25,8 @@ class Torch(NamedTuple):
     """A torch package.
 
     Args:
-        minor: its version up to the minor one, "2.13".
-        flavor: what it computes on, "cpu", "cu130" or another one's local version label.
+        minor: its version without the patch level, "2.13".
+        flavor: its platform, "cpu", "cu130" or another local version label.
     """
 
     minor: str
@@ -34,7 +34,7 @@ class Torch(NamedTuple):
 
 
 def release() -> str:
-    """The version of the sources, which cpp/include/apex/version.h holds."""
+    """The version of the sources, from cpp/include/apex/version.h."""
     text = Path("cpp/include/apex/version.h").read_text(encoding="utf-8")
     return ".".join(
         re.search(rf"#define APEX_VERSION_{part} (\d+)", text)[1]  # type: ignore[index]
@@ -43,7 +43,7 @@ def release() -> str:
 
 
 def find_torch() -> Torch | None:
-    """The torch that CMake will find too, by cmake/FindLibtorch.cmake; it is not imported."""
+    """The torch that cmake/FindLibtorch.cmake finds too. It is not imported."""
     folders = []
     if os.environ.get("Libtorch_ROOT"):
         root = Path(os.environ["Libtorch_ROOT"])
@@ -58,19 +58,19 @@ def find_torch() -> Torch | None:
 
 
 def read_torch(version_py: str) -> Torch:
-    """From the text of torch/version.py."""
+    """Parse the text of torch/version.py."""
     values = dict(re.findall(r"^(\w+)[^=\n]* = '([^']+)'", version_py, re.MULTILINE))
     version, _, label = values["__version__"].partition("+")
     minor = ".".join(version.split(".")[:2])
     if re.fullmatch("cpu|(cu|rocm|xpu)[0-9.]*", label):
         return Torch(minor, label)
-    # PyPI allows no label.
+    # PyPI does not allow labels.
     return Torch(minor, "cu" + values["cuda"].replace(".", "") if "cuda" in values else "cpu")
 
 
 def local_version(torch: Torch) -> str:
-    """What follows the version of a wheel."""
-    # Where pip has taken a source distribution from an index, it wants the version of its name.
+    """The local part of a wheel's version."""
+    # If pip has downloaded a source distribution, it requires the version in that file's name.
     if Path("PKG-INFO").is_file() and "PIP_BUILD_TRACKER" in os.environ:
         return ""
     return f"+torch{torch.minor}.{torch.flavor}"
@@ -86,7 +86,7 @@ class Provider:
         self.state = build_state
 
     def dynamic_wheel(self, settings: Mapping[str, Any]) -> dict[str, bool]:
-        """A wheel's requirements are not those of the source distribution."""
+        """A wheel's requirements differ from those of the source distribution."""
         return {"dependencies": True}
 
     def dynamic_metadata(
@@ -96,7 +96,7 @@ class Provider:
             return {"version": release(), "dependencies": [f"torch>={LEAST_TORCH}"]}
         torch = find_torch()
         if torch is None:
-            # No traceback: the sentence is the whole story.
+            # No traceback, because the message is sufficient.
             sys.exit(
                 "apex-parallel is built for the torch of this environment, and there is none: "
                 "run `pip install torch`, then build with --no-build-isolation."

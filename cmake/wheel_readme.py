@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The long description and the links of a package: README.md, readable outside of the repository.
+"""The long description and the links of a package, from README.md.
 
-A package index shows README.md alone, so its relative links lead nowhere there. If
+A package index shows only README.md, so its relative links do not work there. If
 ``APEX_SOURCE_URL`` names the public repository, for instance ``https://github.com/OWNER/NAME``,
-every relative link becomes an absolute one to the tag of this version, and the package names the
-repository, its issues, its changelog and its documentation. Without that variable README.md stays
-as it is, and the package has no links. ``.github/workflows/release.yml`` sets the variable.
+every relative link becomes an absolute link to the tag of this version. The package then also links
+the repository, its issues, its changelog and its documentation. Without that variable README.md is
+not changed, and the package has no links. ``.github/workflows/release.yml`` sets the variable.
 
 Called by scikit-build-core: see [[tool.dynamic-metadata]] in pyproject.toml.
 """
@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# An image or a link in Markdown, or an attribute in HTML, with a relative target.
-# Code is matched too, to be left alone: "[](int x)" begins a lambda in C++.
+# An image or a link in Markdown, or an attribute in HTML, with a relative target. Code is matched
+# too, so that it can be left unchanged: "[](int x)" begins a lambda in C++.
 LINK = re.compile(
     r"""^```.*?^```$"""
     r"""|(?P<before>(?P<image>!?)\[[^\]]*\]\(|\b(?P<attribute>src|href)=")(?!\w+:|\#|/)"""
@@ -30,7 +30,7 @@ LINK = re.compile(
 
 
 def with_absolute_links(text: str, source: str, tag: str) -> str:
-    """Markdown whose relative links lead to that tag of the repository.
+    """Replace the relative links of a Markdown text by links to a tag of the repository.
 
     Args:
         text: a page in the root folder of the repository.
@@ -42,7 +42,7 @@ def with_absolute_links(text: str, source: str, tag: str) -> str:
         if match["target"] is None:
             return match[0]
         is_image = match["image"] or match["attribute"] == "src"
-        kind = "raw" if is_image else "blob"  # "blob" leads to folders as well
+        kind = "raw" if is_image else "blob"  # "blob" also works for folders
         return f"{match['before']}{source}/{kind}/{tag}/{match['target']}"
 
     return LINK.sub(absolute, text)
@@ -59,7 +59,7 @@ def links(source: str, tag: str) -> dict[str, str]:
 
 
 class Provider:
-    """The hook that scikit-build-core calls, after that of wheel_metadata.py."""
+    """The hook that scikit-build-core calls, after the one of wheel_metadata.py."""
 
     def dynamic_metadata(
         self, settings: Mapping[str, Any], project: Mapping[str, Any]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The names of NVIDIA's Apex and what became of them: writes compatibility_apex.md beside itself.
+"""The table of NVIDIA Apex's names and their status here. Writes compatibility_apex.md.
 
-`python docs/compatibility_apex.py` after a change of the table. A test walks the table and compares
-the page with it (python/tests/test_compatibility_apex.py).
+Run `python docs/compatibility_apex.py` after changing the table. A test checks the table and
+compares the page with it (python/tests/test_compatibility_apex.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 PAGE = Path(__file__).with_suffix(".md")
 
 SAME = "same"  #: Same arguments, same effect.
-DIFFERS = "differs"  #: There, and the note says what is different.
-REFUSED = "refused"  #: There; using it raises an error with advice.
-ABSENT = "absent"  #: Not there; the note says what to use, or why nobody needs it.
+DIFFERS = "differs"  #: Exists; the note describes the difference.
+REFUSED = "refused"  #: Exists; using it raises an error with advice.
+ABSENT = "absent"  #: Does not exist; the note names a replacement, or why none is needed.
 
 MEANING = {
     SAME: "the same arguments and effect",
@@ -26,12 +26,13 @@ MEANING = {
 
 
 class Row(NamedTuple):
-    """One name of Apex's last version with these modules."""
+    """One name of the last version of Apex that has these modules."""
 
     name: str
     became: str
     note: str = ""
-    #: Apex's parameters, which ours has in this order; empty: not a function, or not compared.
+    #: Apex's parameters, which this package has in the same order; empty if not a function, or not
+    #: compared.
     parameters: str = ""
 
 
@@ -53,7 +54,7 @@ TYPES_NOTE = "torch's types and `torch.utils._pytree` take its place"
 INTERNAL = "inner working of Apex's wrapper"
 KERNEL = "`apex.optimizers` has the optimizer"
 
-#: The lists of functions of torch, and of methods of its tensors.
+#: The lists of torch's functions and tensor methods.
 LISTS_OF_TORCH = [
     Row("CASTS", DIFFERS, "as `FP16_FUNCS`; what torch promotes itself stays so when removed"),
     Row(

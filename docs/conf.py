@@ -18,7 +18,7 @@ import reference_options  # noqa: E402
 import search_queries  # noqa: E402
 from sphinx.util import logging  # noqa: E402
 
-#: What a page has as `<!-- generated: NAME -->`.
+#: The contents of `<!-- generated: NAME -->` in pages.
 GENERATED = {
     "cpp": reference_cpp.reference,
     "messages": reference_messages.reference,
@@ -37,14 +37,14 @@ def _version() -> str:
 
 
 def _use_sources() -> list[str]:
-    """Make `import apex` work on the sources alone; returns what Sphinx has to mock."""
+    """Make `import apex` work on the sources alone. Returns the modules that Sphinx must mock."""
     import torch
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
         del sys.modules[name]
     sys.path.insert(0, str(ROOT / "python"))
-    # As CMake writes it for a package that fits this torch: from the same template, so that no name
-    # is missing.
+    # From the same template that CMake uses, as for a package that matches this torch, so that no
+    # name is missing.
     template = (ROOT / "python/src/build_info.py.in").read_text()
     said = {
         "PROJECT_VERSION": _version(),
@@ -76,7 +76,7 @@ html_title = f"apex-parallel {release}"
 
 
 def _read_page(app: object, docname: str, source: list[str]) -> None:
-    """Puts in what is generated; unlinks files of the repository that are not part of the site."""
+    """Insert generated text. Unlink files of the repository that are not part of the site."""
     text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), source[0])
     folder = (ROOT / "docs" / docname).parent
 
@@ -89,11 +89,11 @@ def _read_page(app: object, docname: str, source: list[str]) -> None:
 
 
 def _search(app: object, failure: Exception | None) -> None:
-    """Warns where a usual query misses its page."""
+    """Warn if a typical query does not find its page."""
     if failure is None and app.builder.format == "html":
         for sentence in search_queries.misses(Path(app.outdir) / "searchindex.js"):
             logging.getLogger(__name__).warning(sentence)
-            app.statuscode = 1  # Sphinx has counted its warnings before
+            app.statuscode = 1  # Sphinx counts its warnings before this
 
 
 def setup(app: object) -> None:
@@ -101,5 +101,5 @@ def setup(app: object) -> None:
     app.connect("build-finished", _search)
 
 
-# Also where a package is installed, which may have been built from other sources.
+# Use the sources even if a package is installed, which may be built from other sources.
 autodoc_mock_imports = _use_sources()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The C++ reference: Markdown from the public headers, cpp/include/apex.
+"""Generates the C++ reference: Markdown from the public headers, cpp/include/apex.
 
-It understands the C++ that is written there, not all of C++: namespaces, types, functions, `///`
-before what it documents and `///<` behind it. conf.py puts the result into cpp_api.md; a test looks
-for every name that a header declares (python/tests/test_docs_reference.py).
+It parses only the C++ in these headers: namespaces, types, functions, `///` before the documented
+declaration and `///<` after it. conf.py inserts the result into cpp_api.md. A test checks that it
+has every name that a header declares (python/tests/test_docs_reference.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry:
 
 
 def read_header(path: Path) -> list[Entry]:
-    """What a header declares, in order, without namespaces `detail` and private members."""
+    """The declarations of a header, in order, without namespaces `detail` and private members."""
     return list(_entries(_Source(path.read_text()), "", public=True))
 
 
@@ -57,7 +57,7 @@ def _entries(
             doc.append(source.next().strip()[3:].removeprefix(" "))
         elif not line or line.startswith("// "):
             source.next()
-            # A comment of its own, not that of what follows.
+            # A separate comment, which does not belong to the next declaration.
             if not line and doc and not members:
                 yield Entry("doc", "", "", doc)
                 doc = []
@@ -116,7 +116,7 @@ def _declaration(source: _Source, namespace: str) -> Entry:
         if depth == 0 and (text.endswith((";", "}")) or _is_macro(text)):
             break
     if re.match(r"enum\b", text):
-        # The comments of its values stay beside them.
+        # The comments of its values stay next to them.
         return Entry("type", _type_name(text), _enum("\n".join(raw)), [], [], namespace)
     return _classify(text, behind, namespace)
 
@@ -126,7 +126,7 @@ def heading_is_struct(heading: str) -> bool:
 
 
 def _untemplated(text: str) -> str:
-    """Without a leading `template <...>`."""
+    """The text without a leading `template <...>`."""
     if not text.startswith("template"):
         return text
     depth = 0
@@ -188,7 +188,7 @@ def _without_body(text: str) -> str:
 
 
 def reference() -> str:
-    """A section for each header, in the order of <apex/parallel.h>'s includes."""
+    """A section per header, in the order of the includes in <apex/parallel.h>."""
     names = re.findall(r"#include <(apex/[\w/]+\.h)>", (INCLUDE / "apex/parallel.h").read_text())
     parts = []
     for name in names:
@@ -204,7 +204,7 @@ def _render(entry: Entry) -> list[str]:
         return [markdown(entry.doc), ""]
     full = f"{entry.namespace}::{entry.name}" if entry.namespace else entry.name
     lines = [f"### `{full}`", "", *_code([entry]), markdown(entry.doc), ""]
-    group: list[Entry] = []  # a function, and those behind it that have no text of their own
+    group: list[Entry] = []  # a function, and the undocumented ones that follow it
     for member in entry.members:
         if member.name.startswith("~") and not member.doc:
             continue

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All messages of errors and warnings, from the sources: conf.py puts the list into messages.md.
+"""Lists all messages of errors and warnings in the sources. conf.py inserts the list into
+messages.md.
 
-Of a message that is put together at run time, the parts that are written in the source are shown,
-with "…" for the rest.
+For a message that is composed at run time, the parts in the source are shown, with "…" for the
+rest.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ CPP_KINDS = {
 class Message(NamedTuple):
     text: str
     kind: str
-    file: str  #: below the repository
+    file: str  #: relative to the repository
 
 
 def all_messages() -> list[Message]:
-    """Every message, without repetitions, ordered by where it comes from."""
+    """Every message, without repetitions, ordered by source file."""
     found: dict[tuple[str, str], Message] = {}
     for path in sorted((ROOT / "python/apex").rglob("*.py")):
         for message in _of_python(path):
@@ -102,7 +103,7 @@ def _of_cpp(path: Path) -> list[Message]:
         else:
             kind = {"VALUE": "ValueError", "TYPE": "TypeError"}.get(match[2] or "", "UserWarning")
             if match[2]:
-                inside = _after_comma(inside)  # behind the condition
+                inside = _after_comma(inside)  # after the condition
         text = _literals(inside)
         if _tells(text):
             found.append(Message(_tidy(text), kind, file))
@@ -130,7 +131,7 @@ def _after_comma(text: str) -> str:
 
 
 def _literals(text: str) -> str:
-    """The literals at the top level of an expression, joined; "…" for what is between them."""
+    """The literals at the top level of an expression, joined by "…" for other operands."""
     pieces, depth, at, other = [], 0, 0, ""
     while at < len(text):
         literal = re.compile(LITERAL).match(text, at)

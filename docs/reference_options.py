@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All options with their defaults, from the sources: conf.py puts them into options.md.
+"""Lists all options with their defaults from the sources. conf.py inserts the list into options.md.
 
 Python: signatures and the section "Args:" of docstrings. C++: structs of options. CMake: option()
 and cache variables.
@@ -98,7 +98,7 @@ def _default(node: ast.expr | None, file: Path) -> str:
 
 
 def _described(doc: str) -> dict[str, str]:
-    """The entries of "Args:", in one line each."""
+    """The entries of "Args:", each as one line."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.M | re.S)
     if section is None:
         return {}
@@ -107,7 +107,7 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """reStructuredText of a docstring as a cell of a table in Markdown."""
+    """The reStructuredText of a docstring as a cell of a Markdown table."""
     text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`")
     return re.sub(r"([|<])", r"\\\1", text)
 
@@ -157,7 +157,7 @@ def cmake() -> str:
 
 
 def launcher() -> str:
-    """The options of apex.parallel.multiproc, from the calls of add_argument()."""
+    """The options of apex.parallel.multiproc, from its calls of add_argument()."""
     tree = ast.parse((PYTHON / "parallel" / "multiproc.py").read_text())
     lines = ["| option | |", "|---|---|"]
     for node in ast.walk(tree):

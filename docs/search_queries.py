@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What readers type into the site's search box, and a page that has to be among the results.
+"""Typical queries for the site's search box, and a page that each must find.
 
-The page has every word of the query, and one of them at least in its title or headings, which the
-search puts first; if not, few pages have them.
+The page has every word of the query, and at least one of them in its title or headings, which the
+search ranks first. Otherwise, only a few pages have all of the words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sphinx.search.en import SearchEnglish
 
-#: How many results readers look at.
+#: The number of results that readers look at.
 FIRST = 5
 
 QUERIES = {
@@ -66,7 +66,7 @@ QUERIES = {
 
 
 def misses(index: Path) -> list[str]:
-    """The queries that do not find their page, as sentences; ``index`` is searchindex.js."""
+    """The queries that do not find their page, as sentences. ``index`` is searchindex.js."""
     text = index.read_text()
     found = json.loads(text[text.index("{") : text.rindex("}") + 1])
     english = SearchEnglish({})

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the examples share: types of arguments, checkpoints, data, progress bars and exit codes.
+"""Shared code of the examples: argument types, checkpoints, data, progress bars and exit codes.
 
-The folder of this file is not on a script's path, so each script appends it:
+This file's folder is not on a script's path, so each script appends it:
 
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     import example_support as support
 
-Every end that a user can cause is one sentence on stderr, with the option or the file in it: exit
-code 2 for a command line or an environment that cannot work, 1 for what fails later, and 128 + the
-signal's number (Ctrl-C: 130) for a signal.
+Errors that a user can cause print one sentence on stderr that names the option or the file. The
+exit code is 2 for a command line or an environment that cannot work, 1 for a later failure, and 128
++ the signal's number (Ctrl-C: 130) for a signal.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ import torch.multiprocessing as mp
 
 
 def fail(sentence: str) -> NoReturn:
-    """End this process with the sentence and exit code 1."""
+    """Print the sentence and exit with code 1."""
     _end(sentence, 1)
 
 
 def refuse(sentence: str) -> NoReturn:
-    """End this process with the sentence and exit code 2: the user asked for what cannot be."""
+    """Print the sentence and exit with code 2, for an invalid command line or environment."""
     _end(sentence, 2)
 
 
@@ -57,7 +57,7 @@ except ImportError:
     fail("the progress bars come with tqdm: run `pip install tqdm`.")
 
 
-# --- types of arguments, for argparse ---
+# --- argument types for argparse ---
 
 
 def positive_int(text: str) -> int:
@@ -69,8 +69,8 @@ def non_negative_int(text: str) -> int:
 
 
 def local_rank(text: str) -> int:
-    """A launcher's --local_rank; -1, which scripts for older launchers have as its default, is
-    what the environment says."""
+    """A launcher's --local_rank. -1, the default of scripts for older launchers, means the value of
+    the environment variable."""
     value = _whole_number(text, least=-1, otherwise="is negative")
     if value == -1:
         return non_negative_int(os.environ.get("LOCAL_RANK", "0"))
@@ -78,7 +78,7 @@ def local_rank(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """A number that generators take, also after a number of epochs was added."""
+    """A seed that generators accept, even after a number of epochs is added."""
     return _whole_number(text, least=0, otherwise="is negative")
 
 
@@ -114,7 +114,8 @@ def non_negative_float(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written: what cannot is refused before the first step, not after it."""
+    """A file that can be written. Other paths are refused before the first step, not after
+    training."""
     path = Path(text)
     folder = path.resolve().parent
     if path.exists() and not path.is_file() or not folder.is_dir():
@@ -155,9 +156,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, write: str = "--chec
 
 
 def launched() -> bool:
-    """Whether a launcher started this process, one of several or not.
+    """Whether a launcher started this process, alone or with others.
 
-    Half of a launcher's variables would make each process train alone, so they are refused.
+    If only some of a launcher's variables are set, each process would train alone. This is refused.
     """
     there = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     if not any(there.values()):
@@ -187,7 +188,7 @@ def _number_in_environment(name: str) -> int:
 
 
 def refuse_bad_address(processes: int) -> None:
-    """Refuse a MASTER_ADDR and MASTER_PORT where so many processes cannot meet."""
+    """Refuse a MASTER_ADDR and MASTER_PORT that do not work for this number of processes."""
     port = _number_in_environment("MASTER_PORT")
     if port > 65535 or port == 0 < processes - 1:
         refuse(f"MASTER_PORT is {port} in the environment: ports are numbers from 1 to 65535.")
@@ -195,8 +196,8 @@ def refuse_bad_address(processes: int) -> None:
 
 
 def _look_up(host: str, patience_s: float = 10) -> None:
-    """Refuse a name that nobody knows. torch would try for half an hour; a new one may take some
-    seconds to be known."""
+    """Refuse an unknown host name, for which torch would retry for half an hour. Wait a few
+    seconds, because a new name may take that long to become known."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -209,13 +210,13 @@ def _look_up(host: str, patience_s: float = 10) -> None:
 
 
 def launch_alone_unless_launched() -> None:
-    """Without a launcher, make the environment that of a job of one process."""
+    """Without a launcher, set the environment variables of a job with one process."""
     if not launched():
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def choose_device(local_rank: int, use_cuda: bool = True) -> torch.device:
-    """The GPU of this process, made the current one, or the CPU where there is no GPU."""
+    """The GPU of this process, made the current one, or the CPU if there is no GPU."""
     gpus = torch.cuda.device_count() if use_cuda else 0
     if gpus == 0:
         return torch.device("cpu")
@@ -235,8 +236,8 @@ def choose_device(local_rank: int, use_cuda: bool = True) -> torch.device:
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """scikit-learn's digits: images [1797, 1, 8, 8] float32 in 0..1 and labels [1797] int64.
 
-    They are too small for threads to share, which wait for each other where cores are busy: from
-    here on this process has one, as with torchrun, unless OMP_NUM_THREADS says otherwise.
+    Unless OMP_NUM_THREADS is set, this process then uses one thread, as with torchrun. The images
+    are too small to benefit from several threads, which would wait for each other on busy cores.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -252,7 +253,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 def global_batches(count: int, batch_size: int, world_size: int, epoch: int) -> list[torch.Tensor]:
     """The samples of each step of an epoch over all ranks, [batch_size * world_size] each.
 
-    Every rank gets the same batches and takes its part; what does not fill one is left out.
+    Every rank gets the same batches and takes its slice. An incomplete last batch is dropped.
     """
     size = batch_size * world_size
     if size > count:
@@ -268,16 +269,16 @@ def global_batches(count: int, batch_size: int, world_size: int, epoch: int) -> 
 
 
 class Bar(tqdm):
-    """tqdm's bar, also for a script that a signal ends while the bar is being made."""
+    """tqdm's bar, which tolerates that a signal ends the script while the bar is created."""
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # of what is not there yet
+        with contextlib.suppress(AttributeError):  # of an incomplete bar
             super().__del__()
 
 
 def progress(steps: Iterable[Any] | None, title: str, rank: int, **options: Any) -> Bar:
-    """tqdm's bar on rank 0's terminal; none where stderr goes into a file or a pipe."""
-    # tqdm itself looks at stderr where disable is None.
+    """tqdm's bar on rank 0's terminal. No bar if stderr is a file or a pipe."""
+    # With disable=None, tqdm checks whether stderr is a terminal.
     hidden = None if rank == 0 else True
     return Bar(steps, desc=title, leave=False, disable=hidden, **{"unit": "step", **options})
 
@@ -286,14 +287,14 @@ def progress(steps: Iterable[Any] | None, title: str, rank: int, **options: Any)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write the state, whole or not at all: an interrupted write leaves the file of before."""
+    """Write the state atomically: an interrupted write keeps the previous file."""
     data = io.BytesIO()
     torch.save(state, data)
     write_file(path, data.getbuffer(), "the checkpoint ")
 
 
 def write_file(path: Path, data: bytes | memoryview, what: str = "") -> None:
-    """Write a file, whole or not at all. A symbolic link is followed."""
+    """Write a file atomically. A symbolic link is followed."""
     target = path.resolve()
     unfinished = target.with_name(target.name + ".part")
     try:
@@ -312,13 +313,13 @@ def write_file(path: Path, data: bytes | memoryview, what: str = "") -> None:
 def read_checkpoint(
     path: Path, device: torch.device, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `save_checkpoint` wrote, with its tensors on the device.
+    """Read a checkpoint of `save_checkpoint`, with its tensors on the device.
 
     Args:
         path: the file.
-        device: of this process. Without it, every process of a machine would first put the
-            tensors where they were saved from, GPU 0.
-        settings: options that must be what they were, as the checkpoint has them in "settings".
+        device: the device of this process. Without it, all processes of a host would first load the
+            tensors onto the device that they were saved from, GPU 0.
+        settings: options that must equal the ones in the checkpoint's "settings".
     """
     try:
         data = io.BytesIO(path.read_bytes())
@@ -326,9 +327,9 @@ def read_checkpoint(
         fail(f"cannot read the checkpoint {path}: {error.strerror}.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it finds in foreign files
+            warnings.simplefilter("ignore")  # torch warns about what it finds in foreign files
             state = torch.load(data, map_location=device, weights_only=True)
-    except Exception:  # of zipfile, pickle, torch: as many kinds as there are files
+    except Exception:  # errors of zipfile, pickle and torch vary with the file
         fail(f"{path} is not a whole checkpoint of torch.save: resume from another one.")
     known = state.get("settings") if isinstance(state, dict) else None
     if not isinstance(known, dict) or known.keys() != settings.keys() or "epoch" not in state:
@@ -347,7 +348,7 @@ def read_checkpoint(
 
 @contextlib.contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Around calls of load_state_dict: a state that does not fit ends the script."""
+    """Around calls of load_state_dict: exit if the state does not fit."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -355,10 +356,11 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """load_state_dict(), which takes tensors of any shape: the next step would fail on them.
+    """load_state_dict() with a check of shapes. torch accepts any shape, and the next step would
+    fail.
 
     Raises:
-        ValueError: if one has not the shape of its parameter.
+        ValueError: if a tensor does not have the shape of its parameter.
     """
     optimizer.load_state_dict(state)
     for parameter, values in optimizer.state.items():
@@ -371,15 +373,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call main; a signal, a lost rank, a failed process of its own or a file ends it quietly."""
-    if sys.stdout is None:  # closed by who has started this
+    """Call main. A signal, a lost rank, a failed child process or a file error exits cleanly."""
+    if sys.stdout is None:  # closed by the parent process
         sys.stdout = open(os.devnull, "w")
     owner = os.getpid()
     stopping = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
         stopping.set()
-        if os.getpid() != owner:  # a process of a DataLoader, which knows what to do
+        if os.getpid() != owner:  # a DataLoader's process, which handles it
             raise KeyboardInterrupt
         if os.environ.get("RANK", "0") == "0":
             name = signal.Signals(number).name
@@ -387,7 +389,7 @@ def run(main: Callable[[], None]) -> None:
         for process in mp.active_children():
             process.terminate()
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # a second one does not wait for the clean end
+            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process immediately
         sys.exit(128 + number)
 
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -396,12 +398,12 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has had enough, as `head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         sys.exit(1)
     except mp.ProcessExitedException as error:
-        if error.exit_code < 0:  # else the process has said why
+        if error.exit_code < 0:  # otherwise the process has printed the reason
             name = signal.Signals(-error.exit_code).name
             message = f"process {error.error_index} was ended by {name}."
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
@@ -411,12 +413,12 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _end_if_stuck(stopping: threading.Event, patience_s: float = 3) -> None:
-    """A process that waits in C++, for other ranks for instance, runs no handlers in Python: a
-    thread ends it, if a signal's handler has not begun so long after it."""
+    """End a process that is stuck in C++, for example waiting for other ranks, and cannot run
+    Python signal handlers. A thread ends it if a signal's handler has not begun after this time."""
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    # A forked process, a DataLoader's for one, would tell of its own signals here.
+    # Otherwise a forked process, such as a DataLoader's, would report its own signals here.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
@@ -431,7 +433,7 @@ def _end_if_stuck(stopping: threading.Event, patience_s: float = 3) -> None:
 
 
 def child_process(body: Callable[..., None]) -> Callable[..., None]:
-    """Decorates what `mp.spawn` calls: a process that fails says why itself.
+    """Decorates a function for `mp.spawn`: a process that fails prints the reason itself.
 
     Otherwise mp.spawn would leave a file with the traceback in the temporary folder.
     """
@@ -451,7 +453,8 @@ def child_process(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _end_by(error: Exception) -> NoReturn:
-    """A sentence for a lost rank, memory or a file; another error is raised again."""
+    """Exit with a sentence for a lost rank, out of memory or a file error. Re-raise other
+    errors."""
     if isinstance(error, dist.DistError):
         fail(str(error).strip().splitlines()[0])
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):

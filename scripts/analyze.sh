@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Run the static analysis: one line per tool says whether it passed.
+# Run the static analysis, and print one line per tool with its result.
 #
 #   scripts/analyze.sh [--all | --base REVISION] [--install] [TOOL...]
 #
 # Tools (default: all of them):
-#   - ruff, ruff-format: lint and layout of Python
-#   - clang-format: layout of C++ and CUDA
+#   - ruff, ruff-format: lint and format of Python
+#   - clang-format: format of C++ and CUDA
 #   - shellcheck: shell scripts
 #   - codespell: misspelled words
 #   - mypy: types of the package apex (scripts/check_types.sh)
 #   - sphinx: the documentation, warnings as errors
 #   - clang-tidy: C++ files changed since REVISION; with --all, every file of cpp/src and python/src
 #
-# REVISION is by default where this branch left main, or HEAD~1 on main itself; what is not committed counts as changed.
-# --install installs what scripts/analysis-requirements.txt pins beside the Python that is used. Tools are taken from
-# APEX_VENV (default: .venv in the repository) first, then from PATH; a tool that is nowhere, or not in the pinned
-# version, is "not installed", which is no failure. Exit status: 0, or 1 if a tool found something.
+# The default of REVISION is the commit where this branch left main, or HEAD~1 on main itself. Uncommitted changes are
+# included. --install installs the versions pinned in scripts/analysis-requirements.txt into the Python in use. Tools are
+# searched in APEX_VENV (default: .venv in the repository) and then in PATH. A tool that is missing, or not of the pinned
+# version, is "not installed", which is not a failure. Exit status: 0, or 1 if a tool found something.
 #
-# clang-tidy has to be of version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds
-# of processor time per file, more with 19. Environment: APEX_TIDY_JOBS, files at a time (default: one per core).
+# clang-tidy must be version 19 or newer (pip install clang-tidy; Debian: clang-tidy-19), and takes about 20 seconds of
+# CPU time per file, more with 19. Environment: APEX_TIDY_JOBS, files in parallel (default: one per core).
 
 # shellcheck disable=SC2317,SC2329  # functions are called by the name of their tool
 set -uo pipefail
@@ -57,7 +57,7 @@ if [ "$install" = yes ]; then
   python3 -m pip install --quiet --requirement "$here/analysis-requirements.txt" || exit 1
 fi
 
-# unversioned PATTERN...: the same for files, where there is no checkout but an unpacked archive.
+# unversioned PATTERN...: as files, for an unpacked archive instead of a checkout.
 unversioned() {
   local file pattern
   find . \( -path ./build -o -path './.venv*' \) -prune -o -type f -print | while read -r file; do
@@ -69,18 +69,18 @@ unversioned() {
   done
 }
 
-# files PATTERN...: those of the repository, committed or new, one a line.
+# files PATTERN...: print the matching files of the repository, committed or new, one per line.
 files() {
   { git ls-files --cached --others --exclude-standard -- "$@" 2>/dev/null || unversioned "$@"; } | while read -r file; do
     if [ -f "$file" ]; then echo "$file"; fi
   done
 }
 
-# Each function, called by name, runs a tool; its status: 0, passed; 1, failed; 3, not installed; 4, nothing to look at.
+# Each function below runs the tool of its name. Status: 0, passed; 1, failed; 3, not installed; 4, nothing to check.
 need() { command -v "$1" >/dev/null || return 3; }
 
-# need_pinned TOOL COMMAND...: COMMAND runs, and prints the version that analysis-requirements.txt pins for TOOL: another
-# one finds and lays out otherwise.
+# need_pinned TOOL COMMAND...: check that COMMAND prints the version that analysis-requirements.txt pins for TOOL. Other
+# versions have other findings and formats.
 need_pinned() {
   local wanted found
   wanted=$(sed -n "s/^$1\(-py\)\{0,1\}==\([0-9]*\.[0-9]*\.[0-9]*\).*/\2/p" "$here/analysis-requirements.txt")
@@ -117,11 +117,11 @@ run_mypy() {
 }
 run_sphinx() {
   (cd / && python3 -c 'import furo, myst_parser, sphinx, torch') 2>/dev/null || return 3
-  # Older Pythons have no version that is pinned.
+  # The pinned version is not available for older Pythons.
   if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     need_pinned sphinx python3 -m sphinx --version || return
   fi
-  # -E: also pages that have not changed, since what they import may have.
+  # -E: also rebuild unchanged pages, because the modules that they import may have changed.
   python3 -m sphinx -W --keep-going -E -q -b html -d build/doctrees docs build/docs
 }
 
@@ -149,7 +149,7 @@ run_clang_tidy() {
     fi
   done
   if [ -z "$tidy" ] || ! need cmake || ! need ninja; then return 3; fi
-  # Configured, not built; without precompiled headers, which are those of another compiler.
+  # Configured but not built. Without precompiled headers, which another compiler made.
   if ! cmake -S . -B "$build" -G Ninja -DAPEX_CUDA=OFF -DAPEX_BUILD_TESTS=ON -DAPEX_BUILD_EXAMPLES=ON \
     -DAPEX_BUILD_PYTHON=ON -DAPEX_UNITY_BUILD=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
     -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
@@ -158,7 +158,7 @@ run_clang_tidy() {
     return 1
   fi
   while read -r file; do
-    # Only what this configuration compiles, and so has a command line for.
+    # Only files that this configuration compiles, because others have no compile command.
     if grep -q "\"file\": \".*/$file\"" "$build/compile_commands.json"; then listed+=("$file"); fi
   done < <(tidy_files)
   if [ ${#listed[@]} -eq 0 ]; then return 4; fi

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Check the types of the Python package apex: mypy --strict, as pyproject.toml configures it.
 #
-# What a build adds to the sources (the stubs of apex._core, and _build_info.py) is taken from the apex that is installed
-# beside mypy, so install the package first: `bash scripts/test.sh --collect-only -q` does so.
+# The stubs of apex._core and _build_info.py, which a build generates, come from the apex installed beside mypy. So
+# install the package first, for example by `bash scripts/test.sh --collect-only -q`.
 #
 # Environment: PYTHON, the Python with torch, mypy and apex (default: that of .venv, or else python3). Arguments are
 # passed on to mypy. Exit status: 0, no findings; 1, findings; 3, mypy or the installed package is missing.
@@ -33,6 +33,6 @@ trap 'rm -rf "$folder"' EXIT
 cp -R "$apex_root/python/apex" "$folder/apex"
 cp "$installed/_core.pyi" "$installed/_build_info.py" "$folder/apex/"
 cd "$folder"
-# Paths as they are in the repository.
+# With paths as in the repository.
 "$python" -m mypy --config-file "$apex_root/pyproject.toml" --cache-dir "$apex_root/build/mypy-cache" \
   --show-error-codes "$@" apex | sed 's|^apex/|python/apex/|'

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Run the tests of packages that call apex (Lightning, transformers, mmengine, timm, ignite, Accelerate) against their released versions.
-# They are installed beside torch, into a folder of their own that nothing else uses, without their dependencies on torch;
-# what is installed already is used again. Needs the environment that scripts/test.sh makes.
+# Test apex with released versions of packages that use it (Lightning, transformers, mmengine, timm, ignite, Accelerate).
+# The packages are installed into a separate folder, without their dependencies on torch. Installed packages are reused.
+# Needs the environment that scripts/test.sh creates.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository), and APEX_CLIENTS, the
 # folder of the packages (default: build/clients). Arguments are passed on to pytest.
@@ -18,10 +18,10 @@ if [ ! -x "$python" ]; then
   exit 1
 fi
 
-# The release of torchvision that fits torch: 0.28 is for 2.13, 0.29 for 2.14. PyPI's is for CUDA; beside a torch for the
-# CPU its operators are missing, which python/tests/clients_support.py makes up for.
+# The release of torchvision that matches torch: 0.28 for 2.13, 0.29 for 2.14. PyPI's build is for CUDA. With a CPU build
+# of torch its operators are missing, and python/tests/clients_support.py substitutes them.
 torchvision=$("$python" -c 'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')
-# Behind each line what its packages import. No dependencies are installed, so that none of them can replace torch.
+# On each line, a package and what it imports. Dependencies are not installed, so that none of them can replace torch.
 packages=(
   lightning lightning-utilities torchmetrics fsspec tqdm typing_extensions
   mmengine addict cycler contourpy fonttools kiwisolver matplotlib numpy opencv-python-headless pyparsing python-dateutil

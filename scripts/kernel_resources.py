@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compile the CUDA kernels for every architecture that is shipped, and tabulate what they take.
+"""Compile the CUDA kernels for every shipped architecture, and tabulate the resources that they
+use.
 
     python scripts/kernel_resources.py                      print the page
     python scripts/kernel_resources.py --output docs/kernels.md
     python scripts/kernel_resources.py --architectures 90   some only
 
-Needs nvcc (CUDACXX, or on PATH) and torch, whose headers are included; a CPU build of torch will
-do, and no GPU is needed. It takes some 30 seconds of processor time for each architecture.
+Needs nvcc (CUDACXX, or on PATH) and torch, whose headers are included. A CPU build of torch is
+sufficient, and no GPU is needed. It takes about 30 seconds of CPU time per architecture.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "cpp" / "src" / "kernels"
 SOURCES = ("batch_norm.cu",)
 TYPES = {"f": "float", "d": "double", "N3c104HalfE": "half", "N3c108BFloat16E": "bfloat16"}
-REGISTERS = 65536  # of a multiprocessor, on all of the architectures
+REGISTERS = 65536  # per multiprocessor, on all of these architectures
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ Table = dict[Kernel, dict[int, Resources]]
 
 
 def shipped_architectures() -> list[int]:
-    """What cmake/apex_cuda_architectures.cmake gives a compiler that knows the newest."""
+    """The architectures of cmake/apex_cuda_architectures.cmake for the newest compiler."""
     text = (ROOT / "cmake" / "apex_cuda_architectures.cmake").read_text()
     lists = re.findall(r"set\(apex_cuda_architectures ((?:\d+(?:-real)? ?)+)\)", text)
     return sorted({int(number) for found in lists for number in re.findall(r"\d+", found)})
 
 
 def threads_per_block() -> dict[str, int]:
-    """By kernel, what __launch_bounds__ promises the compiler."""
+    """By kernel, the threads per block that __launch_bounds__ promises to the compiler."""
     index = (KERNELS / "batch_norm_index.h").read_text()
     sizes = {n: int(v) for n, v in re.findall(r"constexpr int (k\w*Threads) = (\d+);", index)}
     text = "".join(path.read_text() for path in sorted(KERNELS.glob("*.cuh")))
@@ -65,7 +66,7 @@ def threads_per_block() -> dict[str, int]:
 
 
 def digest() -> str:
-    """Changes with what the kernels are compiled of, not with comments and layout."""
+    """A digest of the kernels' code. It ignores comments and layout."""
     result = hashlib.sha256()
     for path in sorted(KERNELS.iterdir()):
         of_cpu = path.name.startswith(("batch_norm_cpu_", "processor_cache"))
@@ -87,7 +88,8 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def parse(output: str) -> Table:
-    """The table of what `ptxas -v` printed; of variants by mask or z, the most that one takes."""
+    """The table of the output of `ptxas -v`. For variants by mask or z, the maximum of each
+    value."""
     table: Table = {}
     pattern = re.compile(
         r"Compiling entry function '(?P<symbol>\w+)' for 'sm_(?P<arch>\d+)'"
@@ -115,7 +117,7 @@ def parse(output: str) -> Table:
 
 
 def compile_for(nvcc: str, include: str, architecture: int, keep: Path | None = None) -> str:
-    """What ptxas prints; raises RuntimeError with the output of a failed compilation.
+    """The output of ptxas. Raises RuntimeError with the output of a failed compilation.
 
     Args:
         keep: a folder where nvcc leaves its intermediate files, such as batch_norm.ptx.
@@ -190,7 +192,7 @@ def page(table: Table, version: str) -> str:
 
 
 def read_page(text: str) -> tuple[str, str, Table]:
-    """Of a page: the version of the compiler, the digest of the sources, and the table."""
+    """Read a page: the version of the compiler, the digest of the sources, and the table."""
     head = re.search(r"Compiler: nvcc ([\d.]+)\. Sources: (\w+)\.", text)
     rows = [
         [cell.strip(" `") for cell in line.strip("|").split("|")]

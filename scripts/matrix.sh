@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 # Build and test the package with several versions of torch, Python, the C++ compiler and the C++ standard, one row after
-# another, and write docs/compatibility.md from what was seen.
+# another, and write docs/compatibility.md from the results.
 #
 #   scripts/matrix.sh [--list] [--rows PATTERN]... [--full | --python | --cuda] [--again] [--keep] [--page] [--reason TEXT]
 #
-#   --list           print the rows, and which of them have a result or cannot be run here
-#   --rows PATTERN   run the rows whose name fits this pattern of the shell, e.g. 'torch2.15*'; may be repeated
+#   --list           print the rows, and which of them have a result or cannot run here
+#   --rows PATTERN   run the rows whose name matches this shell pattern, e.g. 'torch2.15*'; may be repeated
 #   --full           the whole test suite, as scripts/test.sh; default: its --quick
-#   --python         only the Python tests of --quick, without building any in C++
-#   --cuda           the rows of the CUDA library: nvcc compiles it for each architecture that it is shipped for, with
-#                    warnings as errors; then the tests of the package load it and build programs with it. No GPU needed
-#   --again          run rows, too, that have a result of the same commit
+#   --python         only the Python tests of --quick, without building the C++ tests
+#   --cuda           the rows of the CUDA library: nvcc compiles it for each shipped architecture, with warnings as
+#                    errors. Then the tests of the package load it and build programs with it. No GPU needed
+#   --again          also run rows that have a result of the same commit
 #   --keep           keep environments and builds; default: delete those of a row that has a result
-#   --page           only write docs/compatibility.md from the results that there are
-#   --reason TEXT    what that page says of rows that could be run here and have no result
+#   --page           only write docs/compatibility.md from the existing results
+#   --reason TEXT    what that page gives as the reason for rows that could run here but have no result
 #
-# Each row has an environment and a build of its own in build/matrix/ROW, with its log. The result is appended to
-# docs/compatibility.jsonl. A run that is interrupted goes on where it was when it is started again.
+# Each row has its own environment, build and log in build/matrix/ROW. The result is appended to
+# docs/compatibility.jsonl. An interrupted run resumes when it is started again.
 #
-# Environment: what scripts/venv.sh and scripts/test.sh list, except what a row decides: PYTHON, CXX, APEX_TORCH and the
-# folders. SKBUILD_CMAKE_DEFINE adds options of CMake to every row, e.g. APEX_CUDA=OFF, and the page names them.
-# Interpreters are looked for as python3.N on the PATH, then among pyenv's and uv's.
+# Environment: the variables of scripts/venv.sh and scripts/test.sh, except PYTHON, CXX, APEX_TORCH and the folders, which
+# a row determines. SKBUILD_CMAKE_DEFINE adds CMake options to every row, e.g. APEX_CUDA=OFF, and the page names them.
+# Interpreters are searched as python3.N on the PATH, then among pyenv's and uv's.
 set -uo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -32,7 +32,7 @@ work=$apex_root/build/matrix
 results=$apex_root/docs/compatibility.jsonl
 defines=${SKBUILD_CMAKE_DEFINE:-}
 
-# torch, Python, compiler, standard: first the newest release of each minor version, then other compilers, standards and
+# torch, Python, compiler, standard. First the newest release of each minor version, then other compilers, standards and
 # Pythons. torch 2.15 has no wheels for Python 3.10.
 rows=(
   "2.15.0 3.11 gcc 20"
@@ -48,7 +48,7 @@ rows=(
   "2.15.0 3.13 gcc 20"
   "2.15.0 3.14 gcc 20"
 )
-# The same with nvcc, which has to be of the CUDA version that torch was built for.
+# The same with nvcc, which has to match the CUDA version that torch was built for.
 cuda_rows=(
   "2.11.0 3.11 gcc 20 cuda"
   "2.12.1 3.11 gcc 20 cuda"
@@ -82,7 +82,7 @@ find_compiler() {
   return 1
 }
 
-# missing PYTHON COMPILER [cuda]: print what a row needs and this machine lacks.
+# missing PYTHON COMPILER [cuda]: print what a row needs and this host lacks.
 missing() {
   find_python "$1" >/dev/null || echo "no Python $1"
   find_compiler "$2" >/dev/null || echo "no $2"
@@ -95,7 +95,7 @@ run_row() {
   mkdir -p "$row"
   rm -rf "$row/test-results"
   begin=$SECONDS
-  # Now, not when it ends: somebody may commit while it runs.
+  # Read at the start, because the commit may change during the run.
   commit=$(python3 "$here/matrix_page.py" commit)
   PYTHON=$(find_python "$python") CXX=$(find_compiler "$compiler") APEX_TORCH=torch==$torch APEX_VENV=$row/venv \
     APEX_TEST_RESULTS=$row/test-results APEX_TEST_CPP=$cpp SKBUILD_BUILD_DIR=$row/build \
@@ -106,7 +106,7 @@ run_row() {
     apex_error "$name: torch could not be installed, see $row/log"
     return 1
   fi
-  # With the Python of the row, which knows the versions of what was tested.
+  # With the row's Python, which reports the versions that were tested.
   "$row/venv/bin/python" "$here/matrix_page.py" record "$results" --row "$name" --compiler-kind "$compiler" \
     --compiler "$("$(find_compiler "$compiler")" --version | head -n 1)" --standard "$standard" --status "$status" \
     --results "$row/test-results" --tests "$tests" --defines "$defines" \

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keeps the results of scripts/matrix.sh and writes docs/compatibility.md from them.
+"""Stores the results of scripts/matrix.sh and writes docs/compatibility.md from them.
 
-A result is one line of JSON. Of several results of one row the last counts.
+A result is one line of JSON. If a row has several results, the last one counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ the versions and the commit that it names, and for nothing else.
 
 
 def commit() -> str:
-    """The last commit that changed what a row builds or tests; documentation does not."""
+    """The last commit that changed what a row builds or tests. Documentation does not count."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
@@ -77,7 +77,7 @@ def wheel() -> str:
 
 
 def record(args: argparse.Namespace) -> int:
-    built = args.results.exists()  # scripts/test.sh makes it after the build
+    built = args.results.exists()  # scripts/test.sh creates it after the build
     result: dict[str, Any] = {
         "row": args.row,
         "tests": args.tests,

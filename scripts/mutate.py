@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mutation testing: breaks the engine in some 200 places, one at a time, and asks the tests.
+"""Mutation testing: breaks the engine in about 200 places, one at a time, and runs the tests.
 
-    pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh makes
+    pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh creates
     .venv/bin/python scripts/mutate.py --output docs/mutation.md
 
-The mutants are found in the syntax trees of C++ and Python (scripts/mutation/areas.py lists the
-sources, how many mutants of each area are drawn, and the tests). All of them are compiled in at
-once, into a copy of the sources under build/mutate, each behind a number that the environment
-variable APEX_MUTANT selects. A first run of all tests records which mutants each test reaches; a
-mutant is then given to the tests that reach it, the quickest first, until one fails, crashes or
-does not end.
+Mutants are found in the syntax trees of C++ and Python. scripts/mutation/areas.py lists the
+sources, the number of mutants drawn from each area, and the tests. All mutants are compiled at
+once into a copy of the sources under build/mutate. The environment variable APEX_MUTANT selects one
+by its number. A first run of all tests records which mutants each test reaches. Then each mutant
+is run with the tests that reach it, the fastest first, until one fails, crashes or does not end.
 
-A campaign that was interrupted goes on where it was; what it has judged is of all areas alike.
-Verdicts are kept until the line that was mutated is edited; after adding tests, --retry gives
-them the mutants that were not caught. build/mutate/mutants.tsv has every mutant and the test that
+An interrupted campaign resumes where it stopped. Its verdicts at that point are spread evenly over
+all areas. A verdict is kept until the mutated line is edited. After adding tests, --retry runs the
+mutants again that were not caught. build/mutate/mutants.tsv lists every mutant and the test that
 caught it.
 
-What no test catches gets a test, or a reason in scripts/mutation/reasons.toml. A mutant whose
-reason begins with "Equivalent:" cannot change what any user sees: it is left out of the percentage,
-caught / (mutants - equivalent), where one that changes the speed, the memory or the text of an
-error stays in. Needs Python 3.11. Ends with 1 if that is below 95 %, or one not caught has no
-reason.
+Each mutant that no test catches needs a test, or a reason in scripts/mutation/reasons.toml. A
+mutant whose reason begins with "Equivalent:" cannot change anything that a user sees. It is
+excluded from the percentage, caught / (mutants - equivalent). Mutants that change the speed, the
+memory use or the text of an error are included. Needs Python 3.11. The exit status is 1 if the
+percentage is below 95, or if a mutant that was not caught has no reason.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(workspace: Workspace, suite: Suite, arguments: argparse.Namespace) -> list[Mutant]:
-    """Draws the mutants, compiles them in, and has the tests recorded."""
+    """Draw the mutants, compile them, and record the tests."""
     state = workspace.folder / "mutants.json"
     kept = json.loads(state.read_text()) if state.exists() else {"refused": [], "numbers": {}}
     refused, numbers = set(kept["refused"]), kept["numbers"]
@@ -107,7 +106,7 @@ def run(
     verdicts: dict[str, list[str]],
     arguments: argparse.Namespace,
 ) -> None:
-    """Adds the verdicts that are missing, and writes them down one by one."""
+    """Add the missing verdicts, and save them one by one."""
     state = suite.workspace.folder / "verdicts.json"
     lock = threading.Lock()
     stop = time.monotonic() + arguments.seconds

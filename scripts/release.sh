@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Build what is published, and test each part in a fresh environment:
+# Build the published artifacts, and test each of them in a fresh environment:
 #
 #   apex_parallel-VERSION.tar.gz                    the source distribution, once
-#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each torch that is asked for, named by auditwheel
-#                                                   for the oldest C library it runs with
+#   apex_parallel-VERSION+torchX.Y.FLAVOR-....whl   a wheel for each given torch. auditwheel adds the oldest
+#                                                   compatible C library to its name
 #   apex-cpp-VERSION+torchX.Y.FLAVOR-....tar.gz     the C++ package for that torch
 #
 #   bash scripts/release.sh [--output DIR] TORCH...
@@ -12,13 +12,13 @@
 # TORCH is what pip installs, options included: torch==2.13.0, or
 # "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu". DIR is dist/ by default.
 #
-# What has passed its tests is moved into DIR; nothing else is left behind, wherever it fails or is interrupted.
-# Wheels and C++ packages are built from the unpacked source distribution, so it lacks nothing.
-# Environment: what scripts/venv.sh lists, except APEX_TORCH; APEX_SOURCE_URL, the address of the public repository
+# Artifacts that passed their tests are moved into DIR. No other files remain, even after a failure or interruption.
+# Wheels and C++ packages are built from the unpacked source distribution, which tests that it is complete.
+# Environment: the variables of scripts/venv.sh, except APEX_TORCH; APEX_SOURCE_URL, the address of the public repository
 # (https://github.com/OWNER/NAME), for absolute links in the long description and for the project's URLs.
 set -euo pipefail
 
-export PYTHONWARNINGS='ignore:Failed to initialize NumPy' # torch's, where there is no numpy
+export PYTHONWARNINGS='ignore:Failed to initialize NumPy'  # torch warns of this without numpy
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source=venv.sh
 source "$here/venv.sh"
@@ -47,19 +47,19 @@ mkdir -p "$output" 2>/dev/null && [ -w "$output" ] || usage "$output is no folde
 output=$(cd "$output" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"; [ -z "$made" ] || rmdir "$output" 2>/dev/null || true' EXIT
-export TMPDIR=$work # of pip, and of the logs of commands
+export TMPDIR=$work  # for pip, and for the logs of commands
 unset SKBUILD_BUILD_DIR
 
-# make_environment DIR TORCH [PACKAGE...]: a virtual environment with that torch.
+# make_environment DIR TORCH [PACKAGE...]: create a virtual environment with that torch.
 make_environment() {
   "${PYTHON:-python3}" -m venv "$1"
-  # Unquoted: TORCH may hold options of pip as well.
+  # Unquoted, because TORCH may contain options of pip.
   # shellcheck disable=SC2086
   apex_quiet "$1/bin/python" -m pip install $2
   if [ "$#" -gt 2 ]; then apex_quiet "$1/bin/python" -m pip install "${@:3}"; fi
 }
 
-# test_sdist ARCHIVE: has the license, and nothing that a build makes.
+# test_sdist ARCHIVE: check that it has the license and no build products.
 test_sdist() {
   local listed made
   listed=$(tar -tzf "$1")
@@ -111,7 +111,7 @@ PYTHON
   (cd "$work" && "$3/bin/python" -m apex)
 }
 
-# test_cpp_package ARCHIVE DIR: a program finds the unpacked package, and the torch in DIR.
+# test_cpp_package ARCHIVE DIR: build a program with the unpacked package and the torch in DIR.
 test_cpp_package() {
   mkdir -p "$work/cpp" && rm -rf "$work/consumer" "$work/c_digits"
   tar -xzf "$1" -C "$work/cpp"
@@ -122,7 +122,7 @@ test_cpp_package() {
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
   apex_quiet "$venv/bin/cmake" --build "$work/consumer"
   "$work/consumer/consumer"
-  # A program in C uses nothing of libtorch itself; it finds the one in DIR all the same.
+  # A C program that does not use libtorch directly must also find the one in DIR.
   apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/examples/c" -B "$work/c_digits" \
     -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed \
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
@@ -130,7 +130,7 @@ test_cpp_package() {
   apex_quiet "$work/c_digits/c_digits" --help
 }
 
-# The environment lies in the sources, as that of scripts/test.sh does: ccache knows what that has compiled.
+# The environment is inside the sources, as with scripts/test.sh, so ccache reuses compilations of that script.
 sdist='' built=$work/built sources=$work/sources venv=$work/sources/.venv number=0
 for torch in "${torches[@]}"; do
   number=$((number + 1))
@@ -144,14 +144,14 @@ for torch in "${torches[@]}"; do
     test_sdist "$sdist"
     tar -xzf "$sdist" -C "$sources" --strip-components 1
   fi
-  rm -rf "$sources/build" # of another torch
+  rm -rf "$sources/build"  # it may be of another torch
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
   fi
   PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
     apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
-  # The libraries of torch stay outside. What the others need of the C library decides the name: pip
-  # then refuses the wheel where that is older.
+  # torch's libraries are not included. The name is determined by the C library that the others need:
+  # pip refuses the wheel on systems with an older one.
   PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$built" \
     --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcud*' --exclude 'libnccl*' "$work"/wheel/*.whl
   rm -r "$work/wheel"

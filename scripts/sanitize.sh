@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Build and run the C++ unit tests under sanitizers, and say for each what came of it.
+# Build and run the C++ unit tests under sanitizers, and print the result of each.
 #
 #   scripts/sanitize.sh [--program NAME] [--tests FILTER] [--build-only] [PRESET...]
 #
-# NAME is one of the test programs, unit tests or not; only what it needs is built then. What ranks of a host do in the
-# memory that they share, as threads and with each step of a process, and then sums over several hosts:
+# NAME is one of the test programs, unit tests or not; only its targets are built then. For example, the
+# first line tests what ranks of a host do in shared memory, and the second tests sums over several hosts:
 #
 #   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'
 #   scripts/sanitize.sh --program apex_hosts_tests asan
 #
-# PRESETs are those of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) and tsan
+# PRESET is a preset of CMakePresets.json: asan (AddressSanitizer and UndefinedBehaviorSanitizer) or tsan
 # (ThreadSanitizer); default: both, one after the other. FILTER is GoogleTest's, e.g. 'Reducer*:-*Error*'. A preset is
-# built in build/PRESET, which is used again the next time; what it prints while it runs goes to build/PRESET/sanitize.log.
+# built in build/PRESET, which is reused. The output of its tests goes to build/PRESET/sanitize.log.
 #
-# Environment: APEX_VENV, the environment with torch, cmake and ninja (default: .venv in the repository; scripts/test.sh
-# makes it); CMAKE_BUILD_PARALLEL_LEVEL, compilers at a time; those of the sanitizers are set by the presets.
-# Exit status: 0 if every test passed and nothing was reported.
+# Environment: APEX_VENV, the environment with torch, cmake and ninja, which scripts/test.sh creates (default: .venv in the
+# repository); CMAKE_BUILD_PARALLEL_LEVEL, the number of parallel compilers. The presets set the sanitizers' variables.
+# Exit status: 0 if every test passed and no sanitizer reported an error.
 set -uo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -60,7 +60,7 @@ while [ $# -gt 0 ]; do
 done
 if [ ${#presets[@]} -eq 0 ]; then presets=(asan tsan); fi
 
-# run PRESET: sets result.
+# run PRESET: build and test it, and set $result.
 run() {
   local folder=build/$1 status target=() tests=("$1")
   if [ -n "$program" ]; then
@@ -81,7 +81,7 @@ run() {
   status=$?
   local reports
   reports=$(grep -cE 'ERROR: AddressSanitizer|WARNING: ThreadSanitizer|: runtime error: ' "$folder/sanitize.log")
-  # A program that a sanitizer ends writes no results: ctest's last lines name it.
+  # A program that a sanitizer aborts writes no results, so ctest's last lines name it.
   result=$(python3 - "$folder/test-results" <<'PYTHON'
 import pathlib
 import sys

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Build and run every GoogleTest and every pytest that this machine can, from nothing: makes a virtual
-# environment, installs torch and what building and testing need, builds the package once with its C++
-# tests and examples, and prints "N passed, N failed, N skipped" for both together as its last line.
-# What is built or installed already is used again.
+# Build and run all GoogleTest and pytest tests that this machine can run, from scratch: create a virtual
+# environment, install torch and the dependencies of building and testing, and build the package once with its
+# C++ tests and examples. The last line is "N passed, N failed, N skipped" for both together.
+# Existing builds and installations are reused.
 #
-# With --quick as its first argument it runs the C++ unit tests and some Python tests of each area
-# (python/tests/conftest.py lists them): for between two changes. That needs no examples, which it does not build.
+# With --quick as its first argument, it runs the C++ unit tests and some Python tests of each area, which
+# python/tests/conftest.py lists. Use it between changes. The examples are not needed and not built.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many programs of C++ tests or files of Python tests run at a time (default: twice as many as
-# there are cores, at most 8; 0 for debuggers),
+# APEX_TEST_WORKERS, how many C++ test programs or Python test files run in parallel (default: twice the number of
+# cores, at most 8; 0 for debuggers),
 # APEX_TEST_CPP, OFF to build and run no C++ tests,
-# APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), what
-# scripts/venv.sh lists, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
+# APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), the
+# variables of scripts/venv.sh, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
 set -uo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -29,11 +29,11 @@ if [ "${1:-}" = --quick ]; then
 fi
 if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
 results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
-# Twice as many as cores: ranks wait for each other, and for processes to start, half of the time.
+# Twice the number of cores, because ranks spend half of the time waiting for each other and for process starts.
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 workers=${APEX_TEST_WORKERS:-$((cores < 4 ? 2 * cores : 8))}
 
-# GoogleTest comes with the system where it can, else CMake fetches a pinned release.
+# Install the system's GoogleTest if possible. Otherwise CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
   echo "installing GoogleTest (libgtest-dev)"
   { apex_quiet apt-get update && apex_quiet apt-get install -y --no-install-recommends libgtest-dev; } ||
@@ -49,17 +49,17 @@ defines=${SKBUILD_CMAKE_DEFINE:-}
 for part in ${parts[@]+"${parts[@]}"}; do
   defines+="${defines:+;}APEX_BUILD_$part=ON"
   if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
-    rm -f "$venv/.apex-package-stamp" # what is installed was built without them
+    rm -f "$venv/.apex-package-stamp"  # the installed package was built without them
   fi
 done
-# By scikit-build-core's variable: the pip of older systems has no option for it.
+# By scikit-build-core's variable, because older versions of pip have no option for it.
 SKBUILD_CMAKE_DEFINE=$defines apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1
 
 rm -rf "$results" "$build/test-results"
 mkdir -p "$results"
 
-# Tests find the C++ programs here, and the cmake, ninja and torchrun of the environment.
+# Tests look up the C++ programs here, and cmake, ninja and torchrun in the environment.
 export APEX_CPP_BUILD=$build
 export PATH="$venv/bin:$PATH"
 

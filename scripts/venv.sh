@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # shellcheck shell=bash
-# Functions to make a virtual environment with torch in it and to install this package there.
-# Source this file from bash; it runs nothing by itself.
+# Functions that create a virtual environment with torch and install this package into it.
+# Source this file from bash. Sourcing it runs nothing.
 #
-#   apex_ensure_venv DIR [REQUIREMENT...]   make DIR if it is missing, complete it with torch, what
-#                                           the build needs and the REQUIREMENTs
-#   apex_install_package DIR [OPTION...]    build and install the package into DIR, unless the
-#                                           package in DIR was built from these very sources;
-#                                           OPTIONs are pip's
+#   apex_ensure_venv DIR [REQUIREMENT...]   create DIR if it is missing, and install torch, the
+#                                           build dependencies and the REQUIREMENTs
+#   apex_install_package DIR [OPTION...]    build and install the package into DIR, unless DIR has
+#                                           a package built from exactly these sources. OPTIONs
+#                                           are passed to pip
 #   apex_build_folder DIR                   print the folder in which that was built
 #   apex_help                               print the head of the script that sources this file
 #
 # Environment:
-#   PYTHON       the Python that makes the environment (default: python3), 3.10 or newer
-#   APEX_TORCH   what pip installs where DIR has no torch, options included; default: torch on
+#   PYTHON       the Python that creates the environment (default: python3), 3.10 or newer
+#   APEX_TORCH   what pip installs if DIR has no torch, options included; default: torch on
 #                machines with an NVIDIA GPU, torch==2.13.0 elsewhere
-#   CXX          the C++ compiler; by way of ccache where that is installed
-#   CMAKE_BUILD_PARALLEL_LEVEL   compilers at a time; default: one per core and 2 GiB free memory
-#   SKBUILD_BUILD_DIR   the folder to build in (default: build/<Python tag> in the repository)
+#   CXX          the C++ compiler, called through ccache if that is installed
+#   CMAKE_BUILD_PARALLEL_LEVEL   parallel compilers; default: one per core and 2 GiB of free memory
+#   SKBUILD_BUILD_DIR   the build folder (default: build/<Python tag> in the repository)
 
 apex_root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
-unset CDPATH # with it, cd prints where it goes, or goes elsewhere
-# The scripts change folders.
+unset CDPATH  # with it, cd prints the folder, or changes to another one
+# An absolute path, because the scripts change folders.
 apex_script=$(readlink -f -- "$0")
 case ${APEX_VENV:-/} in /*) ;; *) APEX_VENV=$PWD/$APEX_VENV ;; esac
 
@@ -35,7 +35,7 @@ apex_quiet() {
   return "$status"
 }
 
-# apex_counted PIP...: as apex_quiet, and shows in a terminal how far the compilers are: "[12/36]".
+# apex_counted PIP...: as apex_quiet, but show the progress of compilation in a terminal: "[12/36]".
 apex_counted() {
   if [ ! -t 1 ]; then
     apex_quiet "$@"
@@ -68,7 +68,7 @@ apex_python_is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
-# apex_require_python PYTHON: fails with one sentence.
+# apex_require_python PYTHON: fail with a one-sentence error if it is missing or too old.
 apex_require_python() {
   command -v "$1" >/dev/null ||
     apex_error "there is no $1 here: install Python 3.10 or newer, or set PYTHON to one." || return 1
@@ -77,7 +77,7 @@ apex_require_python() {
 }
 
 apex_has_module() {
-  # Without '', so that no folder that happens to lie here is taken for the module.
+  # Without '' in sys.path, so that a folder of that name here is not mistaken for the module.
   "$1" -c "import importlib.util as u, sys
 sys.path = [folder for folder in sys.path if folder]
 sys.exit(u.find_spec('$2') is None)"
@@ -96,7 +96,7 @@ apex_ensure_venv() {
       echo "making the virtual environment $dir"
     fi
     if ! apex_quiet "$python" -m venv ${options[@]+"${options[@]}"} "$dir"; then
-      if [ "$new" = yes ]; then rm -rf "$dir"; fi # else it may hold other files
+      if [ "$new" = yes ]; then rm -rf "$dir"; fi  # an existing folder may hold other files
       apex_error "$python cannot make virtual environments (Debian and Ubuntu: install python3-venv)."
       return 1
     fi
@@ -110,19 +110,19 @@ apex_ensure_venv() {
     torch=${APEX_TORCH:-torch==2.13.0}
     if [ -z "${APEX_TORCH:-}" ] && command -v nvidia-smi >/dev/null; then torch=torch; fi
     echo "installing $torch (a large download)"
-    # Unquoted: APEX_TORCH may hold options of pip as well.
+    # Unquoted, because APEX_TORCH may contain options of pip.
     # shellcheck disable=SC2086
     apex_quiet "$dir/bin/python" -m pip install $torch || return 1
   elif [ -n "${APEX_TORCH:-}" ]; then
     echo "keeping the torch that is in $dir; APEX_TORCH is for environments without one"
   fi
-  # Takes a second where everything is there already.
+  # Takes a second if everything is installed already.
   apex_quiet "$dir/bin/python" -m pip install "scikit-build-core>=1.1" "nanobind>=2.4" \
     "cmake>=3.22" ninja "$@"
 }
 
-# apex_package_stamp DIR: one line that changes with the sources of the package, and with the
-# Python and the torch that it is built for.
+# apex_package_stamp DIR: print a line that changes with the sources of the package, the Python and
+# the torch.
 apex_package_stamp() {
   (cd "$apex_root" && "$1/bin/python" - <<'PYTHON'
 import hashlib
@@ -138,7 +138,7 @@ names = []
 if shutil.which("git"):
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *sources]
     names = subprocess.run(command, capture_output=True).stdout.decode().split("\0")
-if not any(names):  # not a checkout, but an unpacked archive: take every file
+if not any(names):  # an unpacked archive instead of a checkout: take every file
     names = sources + [str(file) for source in sources for file in pathlib.Path(source).rglob("*")]
 digest = hashlib.sha256()
 for name in sorted(set(names)):
@@ -150,7 +150,7 @@ PYTHON
   )
 }
 
-# apex_build_jobs: how many compilers to run at a time; one of them takes up to 2 GiB.
+# apex_build_jobs: print the number of parallel compilers. A compiler uses up to 2 GiB.
 apex_build_jobs() {
   local jobs memory
   jobs=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
@@ -180,7 +180,7 @@ apex_install_package() {
   echo "building and installing apex-parallel into $dir ($jobs at a time; about five minutes of processor time)"
   rm -f "$stamp_file"
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
-    # Its way with precompiled headers, see its manual.
+    # ccache needs this for precompiled headers, see its manual.
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
   fi
   PATH="$dir/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
@@ -188,7 +188,7 @@ apex_install_package() {
   echo "$stamp" >"$stamp_file"
 }
 
-# apex_build_folder DIR: where scikit-build-core builds for the Python of DIR.
+# apex_build_folder DIR: print where scikit-build-core builds for the Python of DIR.
 apex_build_folder() {
   local tag
   if [ -n "${SKBUILD_BUILD_DIR:-}" ]; then

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Makes ready what run.sh needs on a machine without network, in .carry, which goes along with the repository
-# and which git ignores: GoogleTest's source; with --build, what run.sh would build there: the package and
-# the programs of C++ tests. Their minutes are not the GPU's then.
+# Prepares what run.sh needs on a machine without network, in .carry, a folder that git ignores and that is copied
+# with the repository: GoogleTest's source and, with --build, the package and the C++ test programs. Building them
+# here saves GPU time.
 #
 #   benchmarks/gpu/prepare.sh             needs GoogleTest's source (Debian and Ubuntu: the package googletest)
 #   benchmarks/gpu/prepare.sh --build     needs nvcc, and the Python and torch that run.sh finds there; no GPU

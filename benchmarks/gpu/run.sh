@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Builds, tests and measures on a machine with a CUDA GPU and without network, in under nine minutes, what
-# would hurt most first: the extension; batch norm; DDP over NCCL, with several ranks on one GPU;
+# Builds, tests and measures on a machine with a CUDA GPU and without network, in under nine minutes. The most
+# important phases come first: the extension; batch norm; DDP over NCCL, with several ranks on one GPU;
 # compute-sanitizer; benchmarks; the tests in C++ and on the CPU.
-# A phase that fails does not stop the ones after it, and the results of each are written when it ends: a
-# run that is cut off leaves those up to there. The last thing printed is a table of all phases.
+# A failed phase does not stop the next ones. Each phase writes its results when it ends, so an interrupted run
+# leaves the results up to there. At the end, a table of all phases is printed.
 #
-#   benchmarks/gpu/prepare.sh --build     where there is a network; take .carry along. Without --build
-#                                         (or without nvcc and the same torch there) run.sh builds
-#   benchmarks/gpu/run.sh           there
+#   benchmarks/gpu/prepare.sh --build     on a machine with network; copy .carry to the GPU machine. Without
+#                                         --build (or without nvcc and the same torch there) run.sh builds
+#   benchmarks/gpu/run.sh           on the GPU machine
 #   benchmarks/gpu/run.sh --only "extension ddp_1"     some phases only
 #   benchmarks/gpu/run.sh --dry-run     on a machine without a GPU: configures with CUDA, shows what would
 #                                       be built, and runs the Python phases on the CPU with the
 #                                       interpreter and the apex of DRY_PYTHON and PYTHONPATH
 #
-# Needs a Python with a CUDA build of torch and pytest; where nothing was built before also nvcc, CMake, ninja,
-# a C++ compiler and nanobind. Without GoogleTest only the phases in C++ fail.
+# Needs a Python with a CUDA build of torch and pytest. Without an earlier build, also needs nvcc, CMake, ninja,
+# a C++ compiler and nanobind. Without GoogleTest, only the C++ phases fail.
 # Writes JSON, plots and logs to $OUT if that is set (eight files at most), else to benchmarks/results.
 #
 # Environment: PYTHON (default python3), OUT, APEX_GPU_BUILD (build folder, default build/gpu),
-# APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for everything, default 525), JOBS; APEX_GPU_BUILT, what
-# was built before (default .carry/built; empty: build).
+# APEX_GPU_ARCHITECTURES (default 90), APEX_GPU_SECONDS (for all phases, default 525), JOBS; APEX_GPU_BUILT, the
+# earlier build (default .carry/built; empty: build).
 set -uo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -32,7 +32,7 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=yes; shift ;;
     --only) [ $# -ge 2 ] || { echo "run.sh: --only needs the names of phases." >&2; exit 2; } ;;&
     --only) only=" $2 "; shift 2 ;;
-    -h | --help) sed -n '3,26s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'; --help shows what there is." >&2; exit 2 ;;
   esac
 done
@@ -69,7 +69,7 @@ phase() {
   [ "$limit" -le "$left" ] || limit=$left
   echo "== $name (at most $limit s): $*"
   begin=$SECONDS
-  # Of its own process group, so that ranks that outlive their parent go, too.
+  # In a separate process group, so that ranks that outlive their parent are killed too.
   timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1 </dev/null
   status=$?
   took=$((SECONDS - begin))
@@ -89,7 +89,7 @@ phase() {
   return 1
 }
 
-# What there is so far, into the folder of the results.
+# Copy the results so far into the results folder.
 publish() {
   cp "$work"/gpu-*.json "$work"/gpu-*.png "$results/" 2>/dev/null
   cp "$build"/test-results/*.xml "$logs/" 2>/dev/null
@@ -113,7 +113,7 @@ configure() { # configure ON|OFF ON|OFF: with or without the Python module, the 
     "-DAPEX_BUILD_TESTS=$2" -DAPEX_BUILD_EXAMPLES=OFF "-DPython_EXECUTABLE=$build_python" "${gtest[@]}"
 }
 
-# The package as an import path: the sources' Python files beside what was built.
+# Make the package importable: the Python files of the sources with the build products.
 stage() {
   rm -rf "$build/stage" && mkdir "$build/stage" && cp -r python/{apex,amp_C,apex_C} "$build/stage/" &&
     find "$build/stage" \( -name '_core*.so' -o -name _build_info.py -o -type l \) -delete &&
@@ -157,7 +157,7 @@ fi
 
 tests=$root/python/tests
 pytest() {
-  # From another folder, so that what was staged is imported, and not the sources.
+  # From another folder, so that the staged package is imported and not the sources.
   # shellcheck disable=SC2086  # a tool with its options
   cd "$work" && exec ${under:-} "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
     -p no:cacheprovider -q "$@"
@@ -173,7 +173,7 @@ phase nccl 120 bash -c "pytest $tests/test_nccl_ddp.py -m gpu $parallel_gpu $col
 phase ddp_cuda 60 bash -c "pytest $tests/test_cuda_ddp.py -m gpu $collect"
 own="test_sync_batch_norm.py test_cuda_sync_batch_norm.py test_nccl_ddp.py test_cuda_ddp.py"
 phase gpu_rest 90 bash -c "pytest $tests -m gpu ${own//test_/--ignore=$tests/test_} $parallel $collect"
-# Tests of several ranks that are for CPUs elsewhere, with all ranks on one GPU.
+# Tests of several ranks that otherwise use CPUs, with all ranks on one GPU.
 several=(old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several amp_distributed
   sync_batch_norm_ranks)
 several=("${several[@]/#/$tests/test_}")
@@ -182,7 +182,7 @@ phase several 120 env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
   bash -c "pytest ${several[*]} -vv --tb=short --dist loadfile $parallel $collect"
 if [ $dry_run = no ]; then
   phase programs 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/ddp_programs.py --world 2 --seeds 0:50 --no-shrink
-  # Few inputs: each kernel runs many times slower.
+  # Few inputs, because each kernel runs many times slower.
   for tool in memcheck racecheck; do
     phase $tool 60 env under="compute-sanitizer --tool $tool --error-exitcode 9" \
       bash -c "pytest $tests/test_cuda_sync_batch_norm.py -k 'unaligned or two_streams'"
@@ -203,7 +203,7 @@ phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py "${norm[@]}" --name gpu
   "${output[@]}"
 phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 9 \
   --variants none torch torch_view torch_static apex apex_view --name gpu-ddp-1 "${output[@]}"
-# Two ranks that share a GPU by sockets: right or not, not how fast.
+# Two ranks that share a GPU through sockets. This tests correctness, not speed.
 phase ddp_2 60 "$python" benchmarks/ddp.py "${device[@]}" --ranks 2 --rounds 8 --warmup 3 --seconds 5 \
   --models small resnet18 --variants none torch apex apex_view --no-plot --name gpu-ddp-2 "${output[@]}"
 phase overhead 60 "$python" benchmarks/overhead.py "${overhead[@]}" --name gpu-overhead "${output[@]}"
@@ -219,7 +219,7 @@ if [ "$built" ]; then
   done
 else
   phase configure 90 bash -c 'configure ON ON' ||
-    # Without Python's headers or nanobind the C++ tests can still be built.
+    # Without Python's headers or nanobind, the C++ tests can still be built.
     phase configure 90 bash -c 'configure OFF ON'
   if [ $dry_run = yes ]; then
     phase build 60 ninja -C "$build" -n
@@ -232,7 +232,7 @@ else
 fi
 phase pytest_cpu 75 bash -c "pytest $tests -m 'not gpu and not processes and not slow' $parallel $collect"
 
-# --- what comes out ---
+# --- the output ---
 
 for name in sync_bn ddp_1 ddp_2 overhead; do
   [ -f "$logs/$name.log" ] || continue

@@ -5,9 +5,9 @@
     python -m apex.parallel.multiproc --nproc 2 main.py
     torchrun --nproc_per_node=2 main.py
 
-The network and its gradients are float16; the optimizer updates float32 copies of the parameters,
-and the loss is scaled so that small gradients survive. New programs get the same, with less to
-write, from apex.amp (opt_level O2); this is for those that want every step in their own hands.
+The network and its gradients are float16. The optimizer updates float32 copies of the parameters.
+The loss is scaled so that small gradients do not become zero. apex.amp (opt_level O2) does the same
+with less code, and is better for new programs. This example is for full control of every step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from apex.parallel import DistributedDataParallel as DDP
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import example_support as support
 
-# What must be as it was when a run goes on from a checkpoint.
+# Settings that must not change when a run resumes from a checkpoint.
 RESUMED_SETTINGS = ("batch_size", "lr", "static_loss_scale", "clip")
 
 
@@ -95,11 +95,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in support.digits())
 
-    # Parameters to float16, batch norm kept in float32; the input is converted on the way in.
+    # Parameters become float16, batch norm stays float32, and inputs are cast.
     model = network_to_half(build_network().to(device))
     model = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    # From here on the optimizer holds the float32 copies.
+    # From here on, the optimizer holds the float32 copies.
     if args.static_loss_scale is not None:
         optimizer = FP16_Optimizer(optimizer, static_loss_scale=args.static_loss_scale)
     else:
@@ -114,11 +114,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         done = state["epoch"]
         with support.restoring(args.resume):
             model.load_state_dict(state["model"])
-            # Holds the float32 copies: continuing from the float16 parameters would round them.
+            # It holds the float32 copies. Resuming from the float16 parameters would round them.
             support.load_optimizer(optimizer, state["optimizer"])
 
     for epoch in range(done, args.epochs):
-        # The same batches on every rank, of each of which it takes its slice.
+        # All ranks get the same batches, and each takes its slice.
         batches = support.global_batches(len(labels), args.batch_size, world_size, epoch)
         total = torch.zeros((), device=device)
         skipped = 0
@@ -127,8 +127,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             output = model(images[samples])
             loss = F.cross_entropy(output.float(), labels[samples])
             optimizer.zero_grad()
-            # Instead of loss.backward(): scales the loss, runs backward, in which the ranks'
-            # float16 gradients are averaged, and writes unscaled float32 gradients.
+            # Replaces loss.backward(). It scales the loss and runs backward, which averages the
+            # ranks' float16 gradients. Then it writes unscaled float32 gradients.
             optimizer.backward(loss)
             if args.clip is not None:
                 optimizer.clip_master_grads(args.clip)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where main.py's images come from: folders, as ImageNet has them, or synthetic ones."""
+"""The images for main.py: folders in ImageNet's layout, or synthetic images."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-# Mean and deviation of ImageNet's red, green and blue, of values in 0..1.
+# Mean and standard deviation of ImageNet's red, green and blue values, in 0..1.
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
 class DataError(Exception):
-    """There is no data as asked for, or a file of it cannot be read; one sentence for the user."""
+    """The requested data is missing, or a file cannot be read. The message is one sentence."""
 
 
 class Images(NamedTuple):
-    """Data sets of pairs: image [3, size, size] float32, normalized, and label int."""
+    """Datasets of pairs: image [3, size, size] float32, normalized, and label int."""
 
     train: Dataset
     val: Dataset
@@ -31,13 +31,13 @@ class Images(NamedTuple):
 
 
 class SyntheticImages(Dataset):
-    """Noise on a coarse pattern that each class has of its own; the same at every run.
+    """Noise on a coarse pattern that is specific to the class. The same in every run.
 
     Args:
         count: number of images.
         size: height and width in pixels.
-        num_classes: labels go round from 0 to num_classes - 1.
-        seed: of the noise; data sets with different seeds share the patterns.
+        num_classes: labels cycle from 0 to num_classes - 1.
+        seed: of the noise. Datasets with different seeds share the patterns.
     """
 
     def __init__(self, count: int, size: int, num_classes: int, seed: int) -> None:
@@ -57,15 +57,15 @@ class SyntheticImages(Dataset):
 
 
 class FolderImages(Dataset):
-    """The images below folder/CLASS/, read by Pillow.
+    """The images in folder/CLASS/, read by Pillow.
 
-    In training, a random part of the image, of 8 to 100 % of its area and 3:4 to 4:3, fills the
-    result, and half of the images are mirrored (Szegedy et al., "Going Deeper with Convolutions",
-    2014, section 6). Otherwise it is the middle 7/8 of the shorter side.
+    In training, a random part of the image is resized to the result. It has 8 to 100 % of the area
+    and an aspect ratio of 3:4 to 4:3. Half of the images are mirrored (Szegedy et al., "Going
+    Deeper with Convolutions", 2014, section 6). Otherwise it is the middle 7/8 of the shorter side.
 
     Args:
-        folder: with one folder per class.
-        classes: their names; the label is the index.
+        folder: contains one folder per class.
+        classes: the class names. The label is the index.
         size: height and width of the result in pixels.
         train: whether to choose at random.
     """
@@ -103,14 +103,14 @@ class FolderImages(Dataset):
 
 
 def middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of the square in the middle, 7/8 of the shorter side."""
+    """Left, top, right and bottom of the centered square with 7/8 of the shorter side."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def random_part(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a part with random area, shape and place."""
+    """Left, top, right and bottom of a part with random area, shape and position."""
     for _ in range(10):
         area, shape, x, y = torch.rand(4).tolist()
         area = (0.08 + 0.92 * area) * width * height
@@ -123,10 +123,10 @@ def random_part(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def load(args: argparse.Namespace) -> Images:
-    """What the command line asks for.
+    """The datasets that the command line requests.
 
     Raises:
-        DataError: where it is not there.
+        DataError: if they are missing.
     """
     if args.synthetic is not None:
         return Images(

@@ -32,12 +32,12 @@ import images
 import resnet
 
 WARMUP_EPOCHS = 5
-# What must be as it was when a run goes on from a checkpoint.
+# Settings that must not change when a run resumes from a checkpoint.
 RESUMED_SETTINGS = ("arch", "opt_level", "sync_bn")
 
 
 class Job(NamedTuple):
-    """Where this process stands among all the processes of the run."""
+    """The place of this process in the job."""
 
     rank: int
     world_size: int
@@ -155,7 +155,7 @@ def loss_scale(text: str) -> float | str:
 
 
 def start_job(args: argparse.Namespace) -> Job:
-    """Choose the device, and join the other processes; alone, be a job of one process."""
+    """Choose the device and join the other processes. A single process is a job of its own."""
     support.launch_alone_unless_launched()
     device = support.choose_device(args.local_rank, use_cuda=not args.no_cuda)
     torch.backends.cudnn.benchmark = not args.deterministic
@@ -165,7 +165,7 @@ def start_job(args: argparse.Namespace) -> Job:
 
 
 def build_network(args: argparse.Namespace, num_classes: int) -> nn.Module:
-    """By name from torchvision's ResNet family, or from resnet.py where it is not installed."""
+    """A ResNet by name: from torchvision, or from resnet.py if torchvision is not installed."""
     try:
         from torchvision.models import get_model, list_models
     except ImportError:
@@ -179,7 +179,8 @@ def build_network(args: argparse.Namespace, num_classes: int) -> nn.Module:
 
 
 def make_loader(dataset: torch.utils.data.Dataset, train: bool, args: argparse.Namespace, job: Job):
-    """Batches of this rank's share of the data, [N, 3, H, W] and [N]; in training, whole ones."""
+    """Batches of this rank's share, [N, 3, H, W] and [N]. Incomplete ones are dropped in
+    training."""
     sampler = DistributedSampler(
         dataset, num_replicas=job.world_size, rank=job.rank, shuffle=train, seed=args.seed
     )
@@ -206,8 +207,8 @@ def run(args: argparse.Namespace, job: Job) -> None:
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
     )
-    # First the types of parameters, then the checkpoint, which amp puts into them; then DDP, which
-    # must see the parameters as they stay.
+    # amp first sets the dtypes of the parameters. Then the checkpoint is loaded through amp. DDP
+    # comes last, because it needs the final parameters.
     model, optimizer = amp.initialize(
         model,
         optimizer,
@@ -249,16 +250,16 @@ def set_learning_rate(
     args: argparse.Namespace,
     job: Job,
 ) -> None:
-    """Linear warm-up, then a tenth at epochs 30, 60 and 80; in proportion to the images of a step.
+    """Linear warm-up, then a tenth at epochs 30, 60 and 80, scaled by the images per step.
 
     Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.
 
     Args:
-        optimizer: whose learning rates are set.
+        optimizer: the optimizer whose learning rates are set.
         epoch: from 0.
-        fraction: of this epoch that is done, 0 to 1.
+        fraction: the completed part of this epoch, 0 to 1.
         args: the command line.
-        job: whose number of ranks counts.
+        job: provides the number of ranks.
     """
     lr = args.lr * args.batch_size * job.world_size / 256
     lr *= 0.1 ** sum(epoch >= milestone for milestone in (30, 60, 80))
@@ -276,10 +277,10 @@ def train_epoch(
     args: argparse.Namespace,
     job: Job,
 ) -> None:
-    """One pass over this rank's share, or --steps steps; rank 0 prints losses and throughput."""
+    """One pass over this rank's share, or --steps steps. Rank 0 prints losses and throughput."""
     ddp.train()
     loader.sampler.set_epoch(epoch)
-    # The augmentation of an epoch is the same whether or not the epochs before were trained here.
+    # The augmentation of an epoch does not depend on whether this process trained earlier epochs.
     torch.manual_seed(args.seed + 1_000_003 * (epoch * job.world_size + job.rank))
     steps = min(len(loader), args.steps or len(loader))
     title = f"epoch {epoch + 1}/{args.epochs}"
@@ -299,7 +300,7 @@ def train_epoch(
         counted += 1
         bar.update()
         if counted == args.print_freq or step + 1 == steps:
-            # The only place where the host waits for the GPU: the time is that of finished steps.
+            # Only here the host waits for the GPU, so the time covers finished steps.
             dist.all_reduce(losses)
             mean = losses.item() / counted / job.world_size
             seconds = (time.perf_counter() - since) / counted
@@ -320,12 +321,12 @@ def train_epoch(
 def evaluate(
     model: nn.Module, loader: DataLoader, layout: torch.memory_format, job: Job
 ) -> tuple[float, float]:
-    """Top-1 and top-5 accuracy in percent, over all ranks; the same on every rank.
+    """Top-1 and top-5 accuracy in percent over all ranks, the same on every rank.
 
-    Where the images do not divide evenly, the sampler repeats some, which then count twice.
+    If the images do not divide evenly, the sampler repeats some, which then count twice.
     """
     model.eval()
-    counts = torch.zeros(3, dtype=torch.float64, device=job.device)  # first, among five, seen
+    counts = torch.zeros(3, dtype=torch.float64, device=job.device)  # top-1, top-5, seen
     for x, labels in support.progress(loader, "validation", job.rank):
         output = model(x.to(job.device, non_blocking=True, memory_format=layout))
         best = output.topk(min(5, output.shape[1]), dim=1).indices
@@ -365,7 +366,7 @@ def save_checkpoint(
 def load_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, job: Job
 ) -> tuple[int, float]:
-    """Restore what `save_checkpoint` wrote; returns the epochs trained and the best accuracy."""
+    """Restore the state of `save_checkpoint`. Returns the trained epochs and the best accuracy."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(args.resume, job.device, settings)
     with support.restoring(args.resume):
@@ -380,7 +381,7 @@ def main() -> None:
     try:
         run(args, start_job(args))
     except images.DataError as error:
-        # One of a DataLoader's processes is raised here below that process's traceback.
+        # An error in a DataLoader process is raised here with that process's traceback above it.
         support.refuse(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
     finally:
         if dist.is_initialized():

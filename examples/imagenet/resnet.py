@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """ResNet-18, -34 and -50: He et al., "Deep Residual Learning for Image Recognition", 2015, table 1.
 
-For machines without torchvision, whose networks main.py uses where it is installed.
+main.py uses it on machines without torchvision, and torchvision's networks otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
-    """The identity, or a 1x1 convolution where the shape changes."""
+    """The identity, or a 1x1 convolution if the shape changes."""
     if channels == out_channels and stride == 1:
         return nn.Identity()
     return nn.Sequential(
@@ -63,9 +63,9 @@ class ResNet(nn.Module):
     """Images [N, 3, H, W] -> logits [N, num_classes].
 
     Args:
-        block: what the four groups are made of.
+        block: the class of the blocks in the four groups.
         depths: blocks in each group.
-        num_classes: of the last layer.
+        num_classes: outputs of the last layer.
     """
 
     def __init__(
@@ -104,6 +104,6 @@ LAYOUTS = {
 
 
 def build(name: str, num_classes: int) -> ResNet:
-    """One of LAYOUTS by name; KeyError for another."""
+    """One of LAYOUTS by name. Raises KeyError for another name."""
     block, depths = LAYOUTS[name]
     return ResNet(block, depths, num_classes)

@@ -7,12 +7,12 @@ Start it in any of these ways:
     torchrun --nproc_per_node=2 main.py
     python -m torch.distributed.launch --nproc_per_node=2 main.py
 
-Everything that turns the one-process program into a distributed one stands between the lines
+Everything that turns the one-process program into a distributed one is between the lines
 ``#=====START: ADDED FOR DISTRIBUTED======`` and ``#=====END:   ADDED FOR DISTRIBUTED======``.
 
 Every rank takes its own slice of the same global batches, and the network has neither batch norm
-nor dropout, so the losses are those of a one-process run up to float32 rounding, whatever the
-number of ranks.
+nor dropout. So the losses equal those of a one-process run up to float32 rounding, for any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from apex.parallel import DistributedDataParallel as DDP
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import example_support as support
 
-# What must be as it was when a run goes on from a checkpoint.
+# Settings that must not change when a run resumes from a checkpoint.
 RESUMED_SETTINGS = ("dataset", "seed", "batch_size", "lr", "gamma", "momentum")
 
 
 class Job(NamedTuple):
-    """Where this process stands among all the processes of the run."""
+    """The place of this process in the job."""
 
     rank: int
     world_size: int
     device: torch.device
-    backend: str  # "none" when there is no process group
+    backend: str  # "none" without a process group
 
 
 class Split(NamedTuple):
@@ -136,12 +136,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def start_job(args: argparse.Namespace) -> Job:
-    """Choose the device and, when a launcher started several processes, join them."""
+    """Choose the device. If a launcher started several processes, join them."""
     use_cuda = torch.cuda.is_available() and not args.no_cuda
     device = torch.device("cuda" if use_cuda else "cpu")
     job = Job(rank=0, world_size=1, device=device, backend="none")
     # =====START: ADDED FOR DISTRIBUTED======
-    # A launcher tells each process its place through the environment; without it, train alone.
+    # A launcher sets the place of each process in the environment. Without one, train alone.
     if support.launched():
         device = support.choose_device(args.local_rank, use_cuda)
         backend = "nccl" if use_cuda else "gloo"
@@ -175,7 +175,8 @@ def load_digits() -> tuple[Split, Split]:
 
 
 def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
-    """60,000 training and 10,000 test images, normalized by the first ones' mean and deviation."""
+    """60,000 training and 10,000 test images, normalized by the training set's mean and
+    deviation."""
     try:
         from torchvision.datasets import MNIST
     except ImportError:
@@ -183,7 +184,7 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
     if args.download:
         downloads = True
         # =====START: ADDED FOR DISTRIBUTED======
-        # One process per machine downloads, the others wait for it.
+        # One process per host downloads, the others wait for it.
         downloads = args.local_rank == 0
         # =====END:   ADDED FOR DISTRIBUTED======
         if downloads:
@@ -212,8 +213,8 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
 class Net(nn.Module):
     """Two convolutions and two linear layers for square one-channel images [N, 1, H, H].
 
-    All of it is smooth: where a ReLU or a max-pooling sits on its kink, a difference in the last
-    bit decides between two gradients, and two runs that round differently part for good.
+    All layers are smooth. At the kink of a ReLU or a max-pooling, a difference in the last bit
+    selects another gradient, and two runs with different rounding then diverge.
     """
 
     def __init__(self, size: int) -> None:
@@ -231,7 +232,7 @@ class Net(nn.Module):
 
 
 def shift(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Move every image [N, 1, H, H] by its own offsets [N, 2] in -1..1, down and right."""
+    """Move each image [N, 1, H, H] down and right by its own offsets [N, 2] in -1..1."""
     padded = F.pad(images, (1, 1, 1, 1))
     pixel = torch.arange(images.shape[-1], device=images.device)
     rows = 1 - offsets[:, 0, None] + pixel
@@ -248,12 +249,12 @@ def train_epoch(
     epoch: int,
     job: Job,
 ) -> list[float]:
-    """Train on every sample once; returns each step's mean loss over the global batch."""
+    """Train on every sample once. Returns each step's mean loss over the global batch."""
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = args.lr * args.gamma ** (epoch - 1)
-    # The same order and the same shifts on every rank, at every number of ranks, and whether or
-    # not the epochs before were trained by this process.
+    # The same order and shifts on every rank, for any number of ranks, and regardless of whether
+    # this process trained the earlier epochs.
     generator = torch.Generator().manual_seed(args.seed + epoch)
     count = len(train.labels)
     order = torch.randperm(count, generator=generator).to(job.device)
@@ -270,8 +271,8 @@ def train_epoch(
         loss_sum = F.cross_entropy(output, train.labels[samples], reduction="sum")
         loss = loss_sum / len(batch)
         # =====START: ADDED FOR DISTRIBUTED======
-        # DDP averages the ranks' gradients, so that these add up to the gradient of the global
-        # batch's mean loss, also where the ranks' slices differ in size.
+        # DDP averages the ranks' gradients. With this factor, they add up to the gradient of the
+        # global batch's mean loss, even if the ranks' slices differ in size.
         loss = loss * job.world_size
         # =====END:   ADDED FOR DISTRIBUTED======
         optimizer.zero_grad()
@@ -287,14 +288,14 @@ def train_epoch(
 
 @torch.no_grad()
 def count_correct(model: nn.Module, test: Split, args: argparse.Namespace, job: Job) -> int:
-    """How many of all the test samples are classified right; each is looked at by one rank."""
+    """The number of test samples that are classified correctly. Each sample is on one rank."""
     model.eval()
     images, labels = test
     # =====START: ADDED FOR DISTRIBUTED======
     images = images.tensor_split(job.world_size)[job.rank]
     labels = labels.tensor_split(job.world_size)[job.rank]
     # =====END:   ADDED FOR DISTRIBUTED======
-    counts = torch.zeros(2, dtype=torch.int64, device=job.device)  # right, seen
+    counts = torch.zeros(2, dtype=torch.int64, device=job.device)  # correct, seen
     size = args.test_batch_size
     for x, y in zip(images.split(size), labels.split(size), strict=True):
         counts[0] += (model(x).argmax(dim=1) == y).sum()
@@ -333,7 +334,7 @@ def load_checkpoint(
     args: argparse.Namespace,
     device: torch.device,
 ) -> int:
-    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained."""
+    """Restore the state of `save_checkpoint`. Returns the number of trained epochs."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(path, device, settings)
     with support.restoring(path):
@@ -344,7 +345,7 @@ def load_checkpoint(
 
 # =====START: ADDED FOR DISTRIBUTED======
 def check_ranks_agree(net: Net, job: Job) -> str:
-    """Compare a digest of all the parameters over all ranks; says so, or fails on every rank."""
+    """Compare a digest of all parameters over all ranks. Returns the result, or fails on all."""
     if job.backend == "none":
         return "1 process"
     sha = hashlib.sha256()
@@ -373,7 +374,7 @@ def run(args: argparse.Namespace, job: Job) -> None:
         done = load_checkpoint(args.resume, net, optimizer, args, job.device)
     model: nn.Module = net
     # =====START: ADDED FOR DISTRIBUTED======
-    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start alike.
+    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start equal.
     if job.backend != "none":
         model = DDP(net)
     # =====END:   ADDED FOR DISTRIBUTED======

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Train the digits example on a fresh machine: make a virtual environment, install torch and this
-# package into it, train on two ranks (on one per GPU where there are several) and print the
-# result. What is there already is used again. Arguments are passed on to main.py; its README lists
-# them.
+# Train the digits example on a fresh machine: create a virtual environment, install torch and this
+# package, train on two ranks (with several GPUs, on one rank per GPU) and print the result.
+# Existing installations are reused. Arguments are passed on to main.py; its README lists them.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# and what scripts/venv.sh lists.
+# and the variables of scripts/venv.sh.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

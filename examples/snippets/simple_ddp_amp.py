@@ -5,8 +5,8 @@
     python -m torch.distributed.launch --nproc_per_node=2 simple_ddp_amp.py
     python -m apex.parallel.multiproc --nproc 2 simple_ddp_amp.py
 
-It is a well-known outline with its gaps filled in: the data set is scikit-learn's handwritten
-digits, the model a small convolutional network. README.md lists what else had to change.
+It completes a well-known outline. The dataset is scikit-learn's handwritten digits, and the model
+is a small convolutional network. README.md lists the other changes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    # Started without a launcher, this process is a job of its own.
+    # Without a launcher, this process is a job of its own.
     support.launch_alone_unless_launched()
 
     use_cuda = support.choose_device(args.local_rank).type == "cuda"

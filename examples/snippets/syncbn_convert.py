@@ -4,7 +4,7 @@
     python syncbn_convert.py
     python -m apex.parallel.multiproc --nproc 2 syncbn_convert.py
 
-Each rank has few samples per step, which is where synchronized statistics matter. The data are the
+Each rank has few samples per step, which is when synchronized statistics matter. The data are the
 handwritten digits that scikit-learn ships.
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
     ddp = apex.parallel.DistributedDataParallel(sync_bn_model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(args.epochs):
-        # The same batches on every rank, of each of which it takes its slice.
+        # All ranks get the same batches, and each takes its slice.
         batches = support.global_batches(len(labels), args.batch_size, world_size, epoch)
         total = torch.zeros((), device=device)
         for batch in support.progress(batches, f"epoch {epoch + 1}", rank):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A synchronized batch norm as a layer of its own, compared with torch's on the whole batch.
+"""A synchronized batch norm layer, compared with torch's on the whole batch.
 
     python syncbn_layer.py
     python -m apex.parallel.multiproc --nproc 2 syncbn_layer.py
 
-Every rank normalizes its own batch [3, 5, 20] with the statistics of all ranks' batches. Gathered
-on every rank, these outputs are what torch.nn.BatchNorm1d makes of the whole batch in one process.
+Every rank normalizes its own batch [3, 5, 20] with the statistics of all ranks' batches. The
+outputs, gathered on every rank, equal those of torch.nn.BatchNorm1d on the whole batch in one
+process.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The ranks' tensors [N, ...] one below the other, [world_size * N, ...], on every rank."""
+    """The ranks' tensors [N, ...] concatenated to [world_size * N, ...], on every rank."""
     parts = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(parts, tensor)
     return torch.cat(parts)

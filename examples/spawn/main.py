@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Train on handwritten digits in processes that the script itself starts with `mp.spawn`.
 
-    python main.py                                       one machine: a process per GPU, else one
+    python main.py                                       one node: a process per GPU, else one
     python main.py --processes 2                         two processes
-    python main.py --processes 2 --model-parallel        each of them with two stages
+    python main.py --processes 2 --model-parallel        two processes, each with two stages
     python main.py --world-size 2 --rank 0 --dist-url tcp://NODE0:23456     on node 0
     python main.py --world-size 2 --rank 1 --dist-url tcp://NODE0:23456     on node 1
     RANK=1 python main.py --world-size 2 --dist-url env:// --multiprocessing-distributed
     python main.py --gpu 0                               this process alone, on that GPU
 
-`--world-size` and `--rank` count machines here; every process computes its own rank from them.
-`--batch-size` and `--workers` are those of a machine, and are divided among its processes.
-With the same settings and number of processes, a run ends with the same bits as before, also when
-it was interrupted and resumed in between.
+`--world-size` and `--rank` count nodes here, and every process computes its own rank from them.
+`--batch-size` and `--workers` apply to a node, and are divided among its processes. With the same
+settings and number of processes, runs are bitwise reproducible, even if a run was interrupted and
+resumed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from apex.parallel import DistributedDataParallel as DDP
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import example_support as support
 
-# What must be as it was when a run goes on from a checkpoint.
+# Settings that must not change when a run resumes from a checkpoint.
 RESUMED_SETTINGS = ("seed", "batch_size", "lr", "momentum")
 
 
 class Place(NamedTuple):
-    """Where a process stands in the job, and the devices of its model's two stages."""
+    """The place of a process in the job, and the devices of its model's two stages."""
 
     rank: int
     world_size: int
@@ -161,7 +161,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def refuse_url(parser: argparse.ArgumentParser, text: str) -> None:
-    """An address where no processes can meet is no use of the options."""
+    """Refuse an address that cannot work, as a usage error."""
     if text == "env://":
         lacking = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
         if lacking:
@@ -173,17 +173,18 @@ def refuse_url(parser: argparse.ArgumentParser, text: str) -> None:
         known = (url.scheme == "file" and url.path not in ("", "/")) or (
             url.scheme == "tcp" and url.hostname and url.port
         )
-    except ValueError:  # of a port that is none
+    except ValueError:  # an invalid port
         known = False
     if not known:
         parser.error(f"--dist-url {text} is none of tcp://HOST:PORT, env:// and file:///PATH")
 
 
 class Net(nn.Module):
-    """Convolutions on one device, linear layers on another, which may be the same.
+    """Convolutions on one device and linear layers on another, which may be the same.
 
-    Images [N, 1, 8, 8] on any device; the logits [N, 10] are on the second device. The second
-    stage waits for the first: this is for models that one GPU cannot hold, not for speed.
+    Images [N, 1, 8, 8] may be on any device. The logits [N, 10] are on the second device. The
+    second stage waits for the first, so this is for models that do not fit on one GPU, not for
+    speed.
     """
 
     def __init__(self, stages: tuple[torch.device, torch.device]) -> None:
@@ -219,7 +220,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed this process's generators, and use only kernels that give the same bits every time."""
+    """Seed this process's generators, and allow only deterministic kernels."""
     random.seed(seed)
     torch.manual_seed(seed)
     torch.backends.cudnn.benchmark = False
@@ -239,7 +240,7 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
     else:
         stages = (torch.device("cpu"), torch.device("cpu"))
     store = None
-    if args.dist_url is None:  # one machine
+    if args.dist_url is None:  # one node
         store = dist.TCPStore("127.0.0.1", args.store_port, is_master=False)
     dist.init_process_group(
         args.dist_backend or ("nccl" if args.gpus else "gloo"),
@@ -253,7 +254,7 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
 
 @support.child_process
 def main_worker(local_rank: int, args: argparse.Namespace) -> None:
-    """What each process runs; `mp.spawn` passes the first argument."""
+    """The function that each process runs. `mp.spawn` passes the first argument."""
     if not args.gpus:
         torch.set_num_threads(1)
     if args.seed is not None:
@@ -272,8 +273,8 @@ def train(place: Place, args: argparse.Namespace) -> None:
     done = 0
     if args.resume is not None:
         done = load_checkpoint(net, optimizer, place, args)
-    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start alike. No
-    # device_ids: the model may be on two devices.
+    # Wrap last: the wrapper broadcasts rank 0's parameters, so that all ranks start equal. No
+    # device_ids, because the model may be on two devices.
     model = DDP(net)
 
     sampler = DistributedSampler(
@@ -281,14 +282,14 @@ def train(place: Place, args: argparse.Namespace) -> None:
     )
     loader = DataLoader(
         train_set,
-        # Divided, so that a machine's batch is the same size whatever its number of processes.
+        # Divided, so that a node's batch size does not depend on its number of processes.
         batch_size=args.batch_size // args.processes,
         sampler=sampler,
         num_workers=-(-args.workers // args.processes),
         pin_memory=args.gpus > 0,
     )
     for epoch in range(done, args.epochs):
-        sampler.set_epoch(epoch)  # another order each time, the same one on every rank
+        sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
         loss = train_epoch(model, optimizer, loader, epoch, place, args)
         correct = count_correct(net, test_set, place)
         if place.rank == 0:
@@ -316,7 +317,7 @@ def train_epoch(
     place: Place,
     args: argparse.Namespace,
 ) -> float:
-    """Train on this rank's share of every sample; returns the mean loss over all ranks."""
+    """Train on this rank's share of every sample. Returns the mean loss over all ranks."""
     model.train()
     losses = torch.zeros(len(loader), device=place.stages[1])
     title = f"epoch {epoch + 1}/{args.epochs}"
@@ -334,7 +335,7 @@ def train_epoch(
 
 @torch.no_grad()
 def count_correct(net: Net, test_set: TensorDataset, place: Place) -> int:
-    """How many of the test samples are classified right; each is looked at by one rank."""
+    """The number of test samples that are classified correctly. Each sample is on one rank."""
     net.eval()
     images, labels = (t.tensor_split(place.world_size)[place.rank] for t in test_set.tensors)
     right = (net(images).argmax(dim=1).cpu() == labels).sum().to(place.stages[0])
@@ -358,7 +359,7 @@ def save_checkpoint(
 def load_checkpoint(
     net: Net, optimizer: torch.optim.Optimizer, place: Place, args: argparse.Namespace
 ) -> int:
-    """Restore what `save_checkpoint` wrote; returns the number of epochs already trained."""
+    """Restore the state of `save_checkpoint`. Returns the number of trained epochs."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(args.resume, place.stages[0], settings)
     with support.restoring(args.resume):
@@ -376,7 +377,8 @@ def digest(net: Net) -> str:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fill in what depends on this machine: GPUs to use, processes, and a meeting point."""
+    """Fill in defaults that depend on this host: GPUs to use, processes, and a rendezvous
+    address."""
     args.gpus = 0 if args.no_cuda else torch.cuda.device_count()
     per_process = 2 if args.model_parallel else 1
     if args.gpu is not None and not args.no_cuda and not 0 <= args.gpu < args.gpus:
@@ -398,14 +400,15 @@ def complete(args: argparse.Namespace) -> None:
             f"a --batch-size of {args.batch_size} leaves some of the {args.processes} "
             f"processes without samples: raise it to {args.processes} or more."
         )
-    support.digits()  # where they are missing, this process says so
+    support.digits()  # if scikit-learn is missing, this process reports it
 
 
 def main() -> None:
     args = parse_args()
     complete(args)
     if args.dist_url is None:
-        # This process keeps the port: one that is only free now may be taken before rank 0 has it.
+        # This process holds the port. A port that is only free could be taken before rank 0 opens
+        # it.
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         args.store_port = server.port
     if args.gpu is not None:

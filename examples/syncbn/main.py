@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 main.py              # four ranks, the same curve
     torchrun --nproc-per-node 4 main.py --norm local --batch-per-rank 2
 
-``--batch-per-rank`` makes the batch grow with the ranks; without it ``--batch`` is split among
-them, and every number of ranks takes the same steps.
+With ``--batch-per-rank``, the batch grows with the number of ranks. Without it, ``--batch`` is
+split among them, and any number of ranks takes the same steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import example_support as support
 
 
 def digits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1797 images of 8x8; every fifth is kept for the test."""
+    """1797 images of 8x8, every fifth of them in the test set."""
     images, labels = support.digits()
-    images = images.to(dtype)  # exact: 17 shades, of sixteenths
+    images = images.to(dtype)  # exact: 17 shades, multiples of 1/16
     test = torch.arange(len(labels)) % 5 == 0
     return images[~test], labels[~test], images[test], labels[test]
 
@@ -45,7 +45,7 @@ def build_model() -> nn.Module:
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(32 * 16, 64, bias=False),
-        nn.BatchNorm1d(64),  # one value per image and channel: the one that needs a large batch
+        nn.BatchNorm1d(64),  # one value per image and channel, so this one needs a large batch
         nn.ReLU(),
         nn.Linear(64, 10),
     )
@@ -96,7 +96,7 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
     rank = dist.get_rank() if distributed else 0
     ranks = dist.get_world_size() if distributed else 1
     batch = options.batch if options.batch_per_rank is None else options.batch_per_rank * ranks
-    least = 2 if options.norm == "sync" else 2 * ranks  # whose statistics are taken together
+    least = 2 if options.norm == "sync" else 2 * ranks  # images whose statistics are combined
     if batch < least:
         support.refuse(
             f"{options.norm} batch norm on {ranks} rank(s) needs {least} images per step, not "
@@ -118,10 +118,11 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
     bar = support.progress(range(options.steps), "training", rank)
     for step in bar:
         chosen = torch.randint(len(labels), (batch,), generator=order)
-        mine = chosen.tensor_split(ranks)[rank]  # every rank draws the same batch, takes its part
+        # every rank draws the same batch and takes its slice
+        mine = chosen.tensor_split(ranks)[rank]
         optimizer.zero_grad()
-        # A mean over the whole batch, also where ranks have parts of different sizes: the sum over
-        # this rank's images, times the ranks, which DistributedDataParallel divides by again.
+        # The mean over the whole batch, even if ranks have slices of different sizes: the sum over
+        # this rank's images times the number of ranks, by which DistributedDataParallel divides.
         total = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
         (total * ranks / batch).backward()
         optimizer.step()
@@ -133,8 +134,8 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
             bar.write(f"step {step:4d}  loss {losses[-1]:.6f}", file=sys.stdout)
             sys.stdout.flush()
 
-    # Each rank tests the model it has. With local statistics the ranks' models differ: their
-    # running statistics are those of their own batches; rank 0's is what a checkpoint would hold.
+    # Each rank tests its own model. With local statistics these differ, because the running
+    # statistics are those of the rank's own batches. A checkpoint would hold rank 0's.
     model.eval()
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).double().mean().item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""When synchronized batch norm matters: accuracy against batch size per rank.
+"""Shows when synchronized batch norm matters: accuracy against batch size per rank.
 
     python plot.py --ranks 4 --batches 2 4 8 16
 
@@ -25,7 +25,7 @@ COLORS = {"local": "#c8553d", "sync": "#4878a8"}
 
 
 def accuracy(norm: str, ranks: int, batch: int, steps: int) -> float:
-    """Train on so many ranks; the share of the test images that the model classifies right."""
+    """Train on this number of ranks. Returns the fraction of correctly classified test images."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         done = subprocess.run(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data of the tutorial: MNIST where it can be had, else scikit-learn's digits in its size."""
+"""The tutorial's data: MNIST if available, otherwise scikit-learn's digits resized to MNIST's
+size."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import example_support as support
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that all scripts of the tutorial have for their data."""
+    """Add the data options that all scripts of the tutorial share."""
     parser.add_argument(
         "--data",
         choices=("auto", "mnist", "digits"),
@@ -39,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
     """Images [N, 1, 28, 28] float32 in 0..1, and labels [N] int64, on the CPU.
 
-    Call it once in the process that the user starts, so that the download happens once and missing
-    data ends the script with a sentence before any other process is there.
+    Call it once, in the process that the user starts. Then the download happens once, and missing
+    data ends the script with one sentence before other processes start.
 
     Args:
         args: with the options that ``add_arguments`` adds.
-        say: print which data it is.
+        say: whether to print which data is used.
     """
     data = args.data
     if data == "auto":
@@ -78,6 +79,6 @@ def _mnist(args: argparse.Namespace, download: bool) -> TensorDataset | None:
 
 def _digits() -> TensorDataset:
     images, labels = support.digits()
-    # 8x8 -> 24x24, and a margin of 2 pixels, as MNIST's digits have one.
+    # 8x8 -> 24x24, and a margin of 2 pixels as in MNIST.
     images = F.pad(F.interpolate(images, scale_factor=3, mode="bilinear"), (2, 2, 2, 2))
     return TensorDataset(images, labels)

@@ -128,7 +128,7 @@ def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Da
     if rank == 0:
         print(f"training complete in {datetime.now() - start}")
     #########################################################
-    del model  # torch's wrapper holds the group, which otherwise ends at the exit, or not at all
+    del model  # torch's wrapper holds the group and would keep it alive until exit or longer
     dist.destroy_process_group()
     #########################################################
 

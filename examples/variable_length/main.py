@@ -5,10 +5,9 @@
     torchrun --nproc-per-node 2 main.py
     torchrun --nproc-per-node 3 main.py --micro-batches 2 --average plain
 
-The loss is the mean over characters. Each step takes the same lines, however many ranks and
-micro-batches share them, so the losses should be the same. With `--average weighted` they are; with
-`plain` each rank takes the mean over its own characters, as scripts do that were written for one
-process.
+The loss is the mean over characters. Each step takes the same lines, for any number of ranks and
+micro-batches, so the losses should be equal. With `--average weighted` they are. With `plain`, each
+rank takes the mean over its own characters, as scripts written for one process do.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from apex.parallel import DistributedDataParallel as DDP
 
 LINES_PER_STEP = 12
-END = 0  # no character of the text
+END = 0  # not a character of the text
 TEXT = Path(__file__).resolve().parent / "text.txt"
 
 
@@ -50,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class CharacterModel(nn.Module):
-    """The next character, from those before."""
+    """Predicts the next character from the previous ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +62,10 @@ class CharacterModel(nn.Module):
 
 
 def padded(lines: list[str]) -> tuple[Tensor, Tensor]:
-    """Characters and the ones that follow them, [lines, longest]; END follows the last one."""
+    """Characters and their successors, [lines, longest]. END follows the last one."""
     longest = max((len(line) for line in lines), default=1)
     inputs = torch.full((len(lines), longest), END)
-    targets = torch.full((len(lines), longest), -1)  # no target: padding
+    targets = torch.full((len(lines), longest), -1)  # -1: no target, padding
     for row, line in enumerate(lines):
         codes = torch.tensor([ord(character) for character in line])
         inputs[row, : len(line)] = codes
@@ -76,13 +75,13 @@ def padded(lines: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def share_of(lines: list[str], part: int, parts: int) -> list[str]:
-    """Neighbours, which after sorting are alike: one part has the short lines, another the long."""
+    """Adjacent lines of the sorted list, so one part has short lines and another has long ones."""
     each = (len(lines) + parts - 1) // parts
     return lines[part * each : (part + 1) * each]
 
 
 def train_step(model: DDP, lines: list[str], arguments: argparse.Namespace) -> float:
-    """Gradients of the mean over all characters of `lines`; returns the mean loss."""
+    """Compute gradients of the mean over all characters of `lines`. Returns the mean loss."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = share_of(sorted(lines, key=len), rank, ranks)
     weighted = arguments.average == "weighted"
@@ -101,14 +100,14 @@ def train_step(model: DDP, lines: list[str], arguments: argparse.Namespace) -> f
                 (loss / characters.clamp(min=1) / arguments.micro_batches).backward()
         total, count = total + loss.detach(), count + characters
     both = torch.stack([total, count])
-    dist.all_reduce(both)  # for the log; model.weighted_mean(total) is the same
+    dist.all_reduce(both)  # for the log; model.weighted_mean(total) gives the same
     return (both[0] / both[1]).item()
 
 
 def main() -> None:
     arguments = parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -119,7 +118,7 @@ def main() -> None:
         gradient_average="weighted" if arguments.average == "weighted" else True,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr)
-    generator = torch.Generator().manual_seed(1)  # the same lines on every rank
+    generator = torch.Generator().manual_seed(1)  # draws the same lines on every rank
     losses = []
     for step in range(arguments.steps):
         chosen = torch.randint(len(text), (LINES_PER_STEP,), generator=generator).tolist()

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-WINDOW = 10  # steps of a moving average: the lines of each step are others
+WINDOW = 10  # steps of a moving average, because each step has other lines
 
 
 def main(target: Path, files: list[Path]) -> None:
@@ -23,7 +23,7 @@ def main(target: Path, files: list[Path]) -> None:
     for number, file in enumerate(files):
         losses = json.loads(file.read_text())["losses"]
         means = [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
-        # Curves that lie on each other: the first is wide, the next ones on it thinner and thinner.
+        # Curves may coincide, so each is drawn thinner than the previous one.
         panel.plot(
             range(WINDOW, len(losses) + 1),
             means,

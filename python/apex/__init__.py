@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Data-parallel and mixed-precision training for PyTorch.
 
-``apex.parallel``, ``apex.amp`` and ``apex.fp16_utils`` with the interfaces that scripts written for
-NVIDIA's Apex use, on an engine in C++ (``apex._core``).
+``apex.parallel``, ``apex.amp`` and ``apex.fp16_utils`` have the interfaces of NVIDIA's Apex. The
+engine is written in C++ (``apex._core``).
 """
 
 from apex import _check
 
 _check.installation()
 
-from apex import _core  # noqa: E402  (after the check: it says what is wrong, a linker error does not)
+from apex import _core  # noqa: E402  (after the check: its error is clearer than a linker's)
 from apex._check import DeprecatedFeatureWarning  # noqa: E402
 
 __version__ = _core.__version__

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex`` prints what this installation was built for, as CMake did while building."""
+"""``python -m apex`` prints how this installation was built: the summary that CMake printed."""
 
 from apex import _build_info, cmake_dir
 
 
 def summary() -> str:
-    """Several lines: version, torch, compiler, CUDA parts, NCCL backend and the C++ package."""
+    """Version, torch, compiler, CUDA parts, NCCL backend and C++ package, one per line."""
 
     def part(name: str, there: bool, reason: str) -> tuple[str, str]:
         return name, f"{'ON' if there else 'OFF'} ({reason})"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What has to be true of an installation before the extension module is loaded.
+"""Checks of the installation that run before the extension module is loaded.
 
-A module built against another torch fails with an undefined symbol, or later; these checks turn
-that into one sentence with the command that mends it.
+A module built against another version of torch fails to load with an undefined symbol, or fails
+later. These checks raise a one-sentence error with the command that fixes it.
 """
 
 import importlib.metadata
 import warnings
 
-#: Of the distribution "apex" that belongs to this package: see PKG-INFO.in.
+#: The summary of the distribution "apex" that belongs to this package: see PKG-INFO.in.
 OWN_SUMMARY = "The package apex of apex-parallel"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the apex-parallel sources>"
 
@@ -21,9 +21,9 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 def installation() -> None:
-    """Raise ImportError, saying what to do, if this package cannot work in this environment.
+    """Raise ImportError, with the remedy, if this package cannot work in this environment.
 
-    Warns if it was built without its CUDA parts, but torch was built for CUDA.
+    Warns if apex was built without its CUDA parts and torch was built for CUDA.
     """
     _no_other_apex()
     _built_for_this_torch()
@@ -31,7 +31,7 @@ def installation() -> None:
 
 
 def _no_other_apex() -> None:
-    # NVIDIA's Apex and an unrelated package of PyPI both install themselves as "apex" and would
+    # NVIDIA's Apex and an unrelated package on PyPI both install themselves as "apex" and would
     # share this folder.
     for other in importlib.metadata.distributions(name="apex"):
         if "Summary" in other.metadata and other.metadata["Summary"] == OWN_SUMMARY:
@@ -54,7 +54,7 @@ def _built_for_this_torch() -> None:
             "`pip install --no-build-isolation .` in the sources and start Python elsewhere."
         ) from error
     built, present = _build_info.torch_version, str(torch.__version__)
-    # Patch releases of torch keep their C++ interface, as the wheel's requirement says too.
+    # Patch releases of torch keep their C++ interface. The wheel's requirement relies on this too.
     if built.split(".")[:2] != present.split(".")[:2]:
         raise ImportError(
             f"apex was built against torch {built}, but torch {present} is installed, and C++ "

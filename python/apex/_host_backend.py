@@ -16,9 +16,10 @@ _numbers = itertools.count()
 
 
 def _create(options: Any, _: Any) -> Any:
-    """What torch.distributed calls, on each rank of a new group; blocks until all have come."""
+    """Create the backend on one rank of a new group. torch.distributed calls this; it blocks until
+    all ranks have called it."""
     registry: Any = torch._C._distributed_c10d
-    # The store and the backend cross the boundary in a group, which has a name meanwhile.
+    # A temporary named process group passes the store and the backend to C++ and back.
     group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     name = f"apex/backend/{next(_numbers)}"
     registry._register_process_group(name, group)
@@ -35,6 +36,6 @@ def _create(options: Any, _: Any) -> Any:
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed, once."""
+    """Register the backend with torch.distributed. Further calls do nothing."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def get_cmake_dir() -> Path:
-    """The folder below which ``lib/cmake/apex/apexConfig.cmake`` lies."""
+    """The folder that contains ``lib/cmake/apex/apexConfig.cmake``."""
     from apex import _core
 
     return Path(_core.__file__).resolve().parent

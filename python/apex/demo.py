@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.demo``: two processes train on this machine, and things go wrong with one.
+"""``python -m apex.demo`` trains with two processes on this host and injects faults into rank 1.
 
-Takes about fifteen seconds and needs no GPU. Shows what the other process says: of one that is a
-little slow in every step, of one that is late, and of one that is killed. Writes a trace and, where
-there is matplotlib, a picture of a slow step into the current folder.
+The demo takes about fifteen seconds and needs no GPU. It shows what rank 0 reports when rank 1 is
+slightly slow in every step, when it is late once, and when it is killed. It writes a trace and, if
+matplotlib is installed, a picture of a slow step into the current folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRACE, PICTURE = "apex-demo-trace.json", "apex-demo.png"
 
 
 class Slow:
-    """Called in backward, before the gradient of a parameter."""
+    """A gradient hook that sleeps, and so delays backward."""
 
     seconds = 0.0
 
@@ -110,7 +110,7 @@ def _run(rank: int, store: str) -> None:
             _train(model, 1)
         except RuntimeError as error:
             print(f"after {time.perf_counter() - began - 0.5:.1f} s: {error}", flush=True)
-    os._exit(0)  # there is nobody left to end the process group with
+    os._exit(0)  # rank 1 is dead, so the process group cannot be destroyed cleanly
 
 
 def main() -> int:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.doctor`` looks at this installation and this host, and says what to change.
+"""``python -m apex.doctor`` checks this installation and this host, and recommends changes.
 
-Prints versions, what was built, cores, memory, limits, network cards and which one Gloo takes;
-compares batch norm with float64 on the CPU and on the GPU; and measures all-reduces of two
-processes that it starts here. Takes about twenty seconds. At the end there are up to five
-recommendations, or "nothing to change".
+It prints versions, build options, cores, memory, limits, network interfaces and the interface that
+Gloo uses. It compares batch norm with float64 on the CPU and on the GPU, and it measures
+all-reduces between two processes that it starts on this host. This takes about twenty seconds. The
+output ends with up to five recommendations, or "nothing to change".
 
-In a job (``torchrun ... -m apex.doctor`` on every node) its ranks are compared and measured
-instead: what differs between them is said, with the ranks, and the slow pair of hosts is named.
-Rank 0 prints.
+In a job (``torchrun ... -m apex.doctor`` on every node) it compares and measures the ranks of the
+job instead. It lists the differences between ranks, and names a slow pair of hosts. Rank 0 prints.
 
-Exit code: 0; 1 if a self-test or a measurement failed, or environment variables of the job are
-wrong; 2 for wrong arguments. In a job it is that of rank 0.
+Exit code: 0 on success; 1 if a self-test or a measurement failed, or if the job's environment
+variables are wrong; 2 for wrong arguments. In a job, rank 0 determines it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _positive(text: str) -> float:
 
 
 def examine_host(environment: Mapping[str, str], timeout_s: float) -> report.Report:
-    """This process, and two that are started here."""
+    """A report on this host, with measurements between two processes that are started here."""
     mine = facts.gather(environment)
     backends = ["gloo", "apex"]
     if len(mine.gpus.names) > 1 and dist.is_nccl_available():
@@ -78,7 +77,7 @@ def examine_host(environment: Mapping[str, str], timeout_s: float) -> report.Rep
 
 
 def examine_job(environment: Mapping[str, str], timeout_s: float) -> report.Report | None:
-    """All ranks of the job; None on ranks other than 0.
+    """A report on all ranks of the job; None on ranks other than 0.
 
     Raises:
         job.JobError: if this rank cannot take part.
@@ -104,7 +103,7 @@ def _self_tests(mine: facts.Facts) -> Sequence[self_test.SelfTest]:
     rank = mine.place.rank
     tests = self_test.batch_norm(torch.device("cpu"), rank)
     if mine.gpus.own is not None and mine.build.with_cuda:
-        # Else a kernel that is wrong would be replaced before the test sees it.
+        # By default, a failing kernel would be replaced before the test could detect it.
         os.environ.setdefault("APEX_SYNC_BATCH_NORM", "apex")
         tests += self_test.batch_norm(torch.device("cuda", mine.gpus.own), rank)
     return tests
@@ -113,7 +112,7 @@ def _self_tests(mine: facts.Facts) -> Sequence[self_test.SelfTest]:
 def _not_shared(
     measured: Sequence[measure.AllReduce], warning: str | None, environment: Mapping[str, str]
 ) -> str | None:
-    """Why the backend `apex` did not share memory; None: it did, or it was not measured."""
+    """Why the backend `apex` did not share memory; None if it did, or if it was not measured."""
     if all(one.shares_memory is not False for one in measured):
         return None
     if environment.get("APEX_HOST_CHANNEL") == "0":
@@ -122,7 +121,7 @@ def _not_shared(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, or exits with 2 for wrong arguments."""
+    """Run the command line. Return the exit code, or exit with 2 for wrong arguments."""
     args = build_parser().parse_args(argv)
     environment = dict(os.environ)
     try:
@@ -147,7 +146,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def command() -> int:
-    """main() of a process of its own."""
+    """The entry point of a separate process: main() with the default SIGINT action."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler does not run while torch waits for a peer.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shared by the tests of checkpoints: a small model with amp, its training, and a file."""
+"""Shared by the tests of checkpoints: a small model with amp, its training loop, and a file."""
 
 from __future__ import annotations
 

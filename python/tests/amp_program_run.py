@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One random program of training with amp: what is run, and what it is compared with.
+"""Runs one random training program with amp, and compares it with references.
 
-A program is a level, an optimizer, a wrapper and some iterations. Besides amp's levels there are
-models of one type without amp, with torch's GradScaler or without. It runs twice: with and without
-what must change no bit (copies, restores from a checkpoint, bodies that raise, discarded batches,
-forwards that are not trained on). Both runs have the same bits after every step, and are as near to
-plain training in float64 as the level's type allows.
+A program consists of a level, an optimizer, a wrapper and some iterations. In addition to amp's
+levels there are models of one dtype without amp, with or without torch's GradScaler. A program runs
+twice, with and without operations that must not change any bit: copies, restores from a checkpoint,
+bodies that raise, discarded batches, and forwards without training. Both runs must have the same
+bits after every step, and agree with plain float64 training within the tolerance of the level's
+dtype.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 from apex.parallel.LARC import LARC
 
-#: By level: the largest difference from float64; the largest weights are near 1.
+#: By level, the largest difference from float64. The largest weights are near 1.
 LEVELS = {
     "O0": 2e-6, "O1": 1e-3, "O2": 1e-3, "O3": 5e-3,
     "O1-bf16": 6e-3, "O2-bf16": 6e-3, "O3-bf16": 4e-2,
     "float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2,
 }  # fmt: skip
-#: Without amp: all parameters are of this type.
+#: Without amp, all parameters have this dtype.
 PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOSSES = 2
-#: Who discards the gradients of a batch, and how.
+#: Ways to discard the gradients of a batch.
 DISCARDS = ("optimizer", "model", "model, zeros", "None", "zero_", "data.zero_")
 
 
@@ -43,7 +44,8 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.02, momentum=0.5, weight_decay=0.01)
 
 
-#: What is tested, and the same in float64. A large eps, or rounding decides on the sign of a step.
+#: The tested optimizer, and its float64 reference. With a small eps, rounding could flip a step's
+#: sign.
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "SGD": (_sgd, _sgd),
     "FusedSGD": (lambda p: FusedSGD(p, lr=0.02, momentum=0.5, weight_decay=0.01), _sgd),
@@ -67,7 +69,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda p: FusedAdam(p, lr=0.02, eps=0.1),
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.1),
     ),
-    # Of losses by a hundredth: the squares of its gradients are 0 in float16.
+    # For losses scaled by 1/100: the squares of the gradients are 0 in float16.
     "FusedAdam, small": (
         lambda p: FusedAdam(p, lr=0.02, eps=0.001),
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.001),
@@ -81,16 +83,17 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 class Step:
     """One iteration: several backwards, and one step of each optimizer."""
 
-    parts: list[dict[str, Any]]  # loss (its number), delay, overflow
+    parts: list[dict[str, Any]]  # index of the loss, delay, overflow
     write: str = ""  # halve the weights "before" the first part or after the last one ("late")
     how: str = "data"
-    rescale: bool = False  # another loss scale after the first part
-    no_sync: bool = False  # all parts but the last one
+    rescale: bool = False  # change the loss scale after the first part
+    no_sync: bool = False  # for all parts but the last one
     zeros: bool = False  # zero_grad(set_to_none=False)
-    times: int = 1  # how often the optimizers step with the same gradients
-    #: The scale of the last part's loss is another one on rank 1: this factor. No rank steps then.
+    times: int = 1  # the number of optimizer steps with the same gradients
+    #: On rank 1, the scale of the last part's loss is multiplied by this. If it is not 1, no rank
+    #: steps.
     apart: float = 1.0
-    #: By name, what must change no bit.
+    #: By name, operations that must not change any bit.
     neutral: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,8 +102,8 @@ class Program:
     seed: int
     level: str
     optimizer: str
-    optimizers: int  # one for all parameters, or two for a part each
-    wrapper: str  # "": one process
+    optimizers: int  # one for all parameters, or two for half of them each
+    wrapper: str  # "" means one process
     loss_scale: float | str | None
     steps: list[Step]
 
@@ -114,7 +117,7 @@ class Program:
 
 
 class Net(nn.Module):
-    """A layer used twice, a norm, and an output for each loss."""
+    """A layer that is used twice, a norm, and an output for each loss."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -188,7 +191,8 @@ def _raise(*_: Any) -> None:
 
 
 class Run:
-    """A program with amp; `neutral`: with what must change no bit."""
+    """A program with amp. With `neutral`, it includes the operations that must not change any
+    bit."""
 
     def __init__(self, program: Program, rank: int, neutral: bool) -> None:
         self.program, self.rank, self.neutral = program, rank, neutral
@@ -216,7 +220,7 @@ class Run:
 
     def masters(self) -> list[Tensor]:
         for known in self.known:
-            known._amp_lazy_init()  # before zero_grad they are the model's parameters
+            known._amp_lazy_init()  # before this, zero_grad would see the model's parameters
         return [master for known in self.known for master in amp.master_params(known)]
 
     def synchronize(self) -> None:
@@ -313,7 +317,7 @@ class Run:
         return [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
 
     def step(self, number: int) -> list[Any]:
-        """One iteration; what it is compared by."""
+        """Run one iteration. Returns the values to compare."""
         step = self.program.steps[number]
         neutral = step.neutral if self.neutral else {}
         if "copy" in neutral:
@@ -361,7 +365,7 @@ class Run:
 
 
 class PlainRun(Run):
-    """A program without amp: a model of one type, and GradScaler if there is a loss scale."""
+    """A program without amp: a model of one dtype, and a GradScaler if there is a loss scale."""
 
     def _initialize(self, net: Net, optimizers: list[Any]) -> None:
         self.net, self.known = net.to(PLAIN[self.program.level]), optimizers

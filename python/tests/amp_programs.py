@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs of training with amp: drawing, running many, shrinking.
+"""Draws, runs and shrinks random training programs with amp.
 
 ``python python/tests/amp_programs.py --seeds 0:3000`` runs a range, prints the seed of each failure
 and the smallest program that still fails. What is run and checked is in amp_program_run.py.
@@ -29,7 +29,7 @@ from ddp_support import RankPool, RanksFailed
 BATCH = 25
 BATCH_TIMEOUT_S = 300
 WRAPPERS = ("apex", "torch", "overlapped")
-#: Optimizers that take torch.amp.GradScaler's flag as a tensor. (Copies of torch's do not.)
+#: Optimizers that accept torch.amp.GradScaler's flag as a tensor. Copies of torch's do not.
 FUSED = tuple(name for name in OPTIMIZERS if name.startswith("Fused"))
 
 
@@ -41,14 +41,15 @@ def draw_program(seed: int) -> Program:
     scale = rng.choice([None, None, 8.0, "dynamic"])
     if plain:
         wrapper = "" if wrapper == "overlapped" else wrapper
-        # GradScaler does not unscale float16, except for optimizers that do it themselves.
+        # GradScaler cannot unscale float16 gradients. Only optimizers that do it themselves allow
+        # them.
         scale = rng.choice([None, "dynamic"] if level != "float16" or name in FUSED else [None])
     count = 1 if wrapper == "overlapped" else rng.choice([1, 1, 2])
     dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
-    # At a scale of one without master weights the context does nothing, and so restores nothing.
+    # At scale 1 without master weights, the context does nothing, and so restores nothing.
     restores = dynamic or scale == 8.0 or "O2" in level
     kinds = ["before backward"] + ["after backward"] * restores
-    kinds += ["in backward"] * (restores and wrapper != "torch")  # torch's does not recover
+    kinds += ["in backward"] * (restores and wrapper != "torch")  # torch's wrapper does not recover
     orders = ["model first", "optimizer first"] + ["before initialize"] * (not wrapper)
     often_skips_first = rng.random() < 0.3
 
@@ -101,7 +102,8 @@ def draw_program(seed: int) -> Program:
 
 
 def run(pool: RankPool, programs: list[Program]) -> str:
-    """What the ranks report of programs of one world size, or nothing."""
+    """The failures that the ranks report for programs of one world size; empty if there are
+    none."""
     try:
         pool.run(programs[0].world, run_programs, programs, timeout_s=BATCH_TIMEOUT_S)
     except RanksFailed as error:
@@ -110,7 +112,7 @@ def run(pool: RankPool, programs: list[Program]) -> str:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """A smaller program that fails: without some steps, parts and neutral operations."""
+    """A smaller program that still fails, with fewer steps, parts and neutral operations."""
     return random_programs.shrink(program, _smaller, fails)
 
 

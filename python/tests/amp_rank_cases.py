@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random training with apex.amp over several ranks, each with a seed of its own.
+"""Random training with apex.amp over several ranks, each with its own seed.
 
-A case is a level, an optimizer, a wrapper, SyncBatchNorm or not, an averaged copy or not, and a
-state that is loaded before or after wrapping. After every step parameters, master weights and the
-averaged copy are the same bits on every rank, a master weight rounds to its parameter, and over
-all steps the loss falls.
+A case consists of a level, an optimizer, a wrapper, optional SyncBatchNorm, an optional averaged
+copy, and a state that is loaded before or after wrapping. After every step, parameters, master
+weights and the averaged copy must be bitwise equal on all ranks, and each master weight must round
+to its parameter. Over all steps, the loss must fall.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AmpCase:
     syncbn: bool
     averaged: bool
     restored: str  # "", "before" or "after" wrapping
-    optimizer_state: bool  # restored, too
-    alone: bool  # with restored="before": rank 0 only
+    optimizer_state: bool  # whether it is restored too
+    alone: bool  # with restored="before", on rank 0 only
     accumulate: bool
 
 
@@ -72,7 +72,7 @@ def draw_case(seed: int) -> AmpCase:
 
 def build(case: AmpCase, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    first = nn.Linear(6, 12, bias=not case.syncbn)  # under batch norm a bias gets no gradient
+    first = nn.Linear(6, 12, bias=not case.syncbn)  # batch norm would make a bias's gradient zero
     layers = [first, nn.Tanh(), nn.Linear(12, 3)]
     if case.syncbn:
         layers.insert(1, nn.BatchNorm1d(12))
@@ -98,7 +98,7 @@ def step(case: AmpCase, model: nn.Module, optimizer: Any, rank: int) -> float:
 
 
 def saved(case: AmpCase, seed: int, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a short run at the same level, alone: nothing is averaged in it."""
+    """The state after a short run at the same level in one process, without averaging."""
     model = build(case, seed)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     for _ in range(2):
@@ -109,7 +109,7 @@ def saved(case: AmpCase, seed: int, rank: int) -> tuple[dict[str, Any], dict[str
 
 
 def run_case(case: AmpCase, rank: int, world: int) -> None:
-    # A run saves what all ranks share, but before wrapping each rank may have something else.
+    # After a run, the state is the same on all ranks. Before wrapping, each rank may differ.
     before = case.restored == "before"
     state, optimizer_state = saved(case, case.seed * 100 + (rank if before else 0), 0)
     model = build(case, case.seed * 100 + 50 + rank)
@@ -148,7 +148,7 @@ def run_case(case: AmpCase, rank: int, world: int) -> None:
             saved_average = list(average.state_dict().values())
             check_same_on_all_ranks(saved_average[:2], f"{what}, averaged copy, saved")
     same = [torch.equal(a, b) for a, b in zip(first, model.parameters(), strict=True)]
-    # A step may be below the precision of one that is large.
+    # A step may be below the precision of a large parameter.
     moved = sum(not each for each in same)
     check(moved >= len(same) - 1, f"parameters that did not change: {same}")
     check(curve[-1] < curve[0], f"the loss does not fall: {curve}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of apex.amp share."""
+"""Shared by the tests of apex.amp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES = [
 
 @pytest.fixture(autouse=True)
 def fresh_amp(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Undo level O1 after each test, and skip CUDA tests where there is no device."""
+    """Undo level O1 after each test, and skip CUDA tests if there is no device."""
     if request.node.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     torch.manual_seed(0)

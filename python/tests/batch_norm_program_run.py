@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a program of batch_norm_programs.py runs on one rank, and what it is compared with."""
+"""Runs a program of batch_norm_programs.py on one rank, and compares it with references."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 
 
 def in_memory(values: Tensor, memory: str, channel_last: bool) -> Tensor:
-    """A leaf with these values that lies in memory in that way, if it can."""
+    """A leaf with these values in the requested memory layout, if possible."""
     if memory == "channels_last" and not channel_last:
         laid = values.movedim(1, -1).contiguous().movedim(-1, 1)
     elif memory == "transposed":
@@ -66,13 +66,15 @@ def plain_module(module: SyncBatchNorm, dim: int) -> nn.Module:
     ):
         for name, value in mine.items():
             theirs[name] = None if value is None else copy.deepcopy(value)
-            if value is not None:  # contiguous: in evaluation torch's gradient is wrong by others
+            # contiguous, because torch's gradient is wrong in evaluation otherwise
+            if value is not None:
                 theirs[name].data = value.detach().clone(memory_format=torch.contiguous_format)
     return plain
 
 
 class OneProcess:
-    """The batch of all ranks in float64, or in evaluation without statistics this rank's own."""
+    """The reference: all ranks' batch in float64. In evaluation without statistics, this rank's
+    only."""
 
     def __init__(self, program: Program, step: Step, module: SyncBatchNorm, rank: int) -> None:
         self.program, self.step = program, step
@@ -86,7 +88,7 @@ class OneProcess:
         self.statistics = statistics
 
     def draw(self, shape: list[int], generator: torch.Generator) -> Tensor:
-        """Values of the dtype that is trained in."""
+        """Random values, in the dtype of the training."""
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return values.to(self.program.dtype)
 
@@ -109,7 +111,7 @@ def check_buffers(
     program: Program, module: SyncBatchNorm, before: dict[str, Tensor], one: OneProcess,
     counts: bool,    mean: Tensor | None, var: Tensor | None,
 ) -> None:  # fmt: skip
-    """``mean`` and ``var`` are None where the running statistics keep their values."""
+    """``mean`` and ``var`` are None if the running statistics do not change."""
     if not program.track:
         return
     counted = before.get("num_batches_tracked")
@@ -156,7 +158,7 @@ def first_derivatives(
 
 
 def check_gradient(name: str, got: Tensor, want: Tensor, x: Tensor, whose: str = "") -> None:
-    # A parameter's is a sum, which may cancel: its error is measured by its terms.
+    # A parameter's gradient is a sum, which may cancel, so its error is relative to its terms.
     terms = 1 if name in "xz" else max(1, x.numel() // max(1, got.numel()))
     got, want, dtype = got.double() / math.sqrt(terms), want / math.sqrt(terms), got.dtype
     assert_near(got, want, dtype, f"gradient of {name}{whose}")
@@ -166,7 +168,7 @@ def check_torch(
     program: Program, plain: nn.Module, leaves: dict[str, Tensor], dy: Tensor, y: Tensor,
     got: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    """The same by torch's own module, in the same dtypes."""
+    """Compare with torch's own module in the same dtypes."""
     inputs = {name: leaves[name].detach().clone() for name in "xz" if name in leaves}
     x = inputs["x"].requires_grad_()
     moved = x.movedim(-1, 1) if program.channel_last else x
@@ -221,7 +223,7 @@ def run_step(
     check_equal(y.dtype, dtype, "dtype of the output")
     y_ref, mean, var = one.run(reference, program.relu)
     assert_near(y, y_ref[one.mine], dtype, "output")
-    # An empty batch is counted, as by torch's, and changes nothing else.
+    # An empty batch is counted, as in torch, and changes nothing else.
     changes = step.training and one.values_per_channel() > 0
     statistics = (mean, var) if changes else (None, None)
     check_buffers(program, module, before, one, step.training, *statistics)
@@ -231,10 +233,10 @@ def run_step(
         check(not y.requires_grad, "the output requires a gradient")
         return
 
-    # Where the sign before the ReLU is a matter of rounding, the gradient is not compared.
+    # The gradient is not compared where rounding decides the sign before the ReLU.
     near_kink = one.run(reference, False)[0].detach().abs() <= 0.05
     dy_all = one.draw(one.shape(), generator) * ~(near_kink & program.relu)
-    if step.memory.get("dy") == "expanded" and not program.relu:  # as that of a sum
+    if step.memory.get("dy") == "expanded" and not program.relu:  # as the gradient of a sum
         dy_all = one.draw([1], generator).expand(one.shape())
     dy = in_memory(dy_all[one.mine], step.memory.get("dy", ""), program.channel_last)
     second = step.second and double
@@ -248,15 +250,15 @@ def run_step(
         (want,) = torch.autograd.grad(y_ref, reference[name], dy_ref, create_graph=True)
         if name in "xz":
             local = want[one.mine]
-        else:  # a parameter's is that of this rank's values
+        else:  # a parameter's gradient covers this rank's values
             mine = (y_ref[one.mine], reference[name], dy_ref[one.mine])
             (local,) = torch.autograd.grad(*mine, retain_graph=True)
         check_gradient(name, gradient, local, x)
-        # The same for all ranks where it is a parameter's, so that the ranks' losses add up.
+        # Equal on all ranks for a parameter, so that the ranks' losses add up.
         weight = one.draw(list(want.shape), generator)
         pairs.append((gradient, weight[one.mine] if name in "xz" else weight))
         total = total + (want * weight.double()).sum()
-    # In 16 bits, and in float32 far from zero, torch's is less accurate than what is allowed here.
+    # In 16 bits, and in float32 far from zero, torch is less accurate than this tolerance.
     if plain is not None and (double or (dtype == torch.float32 and step.offset < 100)):
         check_torch(program, plain, leaves, dy, y, {n: g.detach() for n, g in got.items()})
     if second and got:
@@ -288,7 +290,7 @@ def run_programs(rank: int, world: int, programs: list[Program]) -> None:
     for program in programs:
         module = make_module(program, torch.Generator().manual_seed(program.seed))
         for index, step in enumerate(program.steps):
-            # Of its own for each step: a rank that is evaluated alone draws less than others.
+            # A separate generator per step, because a rank that evaluates alone draws fewer values.
             generator = torch.Generator().manual_seed(program.seed * 10 + index)
             try:
                 run_step(program, step, module, rank, generator)

@@ -2,11 +2,11 @@
 """Random batch-norm programs: a SyncBatchNorm that is trained and evaluated for some steps on one
 or several ranks, against one process in float64, and on one rank against torch's batch norm.
 
-A program is a module (channels, dtypes, options, strides of its tensors) and steps. A step has a
-mode, a batch per rank (uneven, empty), the memory of each tensor, and derivatives: of which inputs,
-by ``backward()`` or by ``torch.autograd.grad``, and in float64 maybe second ones. Every rank draws
-the batch of all ranks and keeps its part. After each step output, gradients, running statistics and
-counter are compared.
+A program consists of a module (channels, dtypes, options, strides of its tensors) and steps. A step
+has a mode, a batch per rank (uneven or empty), the memory layout of each tensor, and derivatives:
+with respect to which inputs, by ``backward()`` or ``torch.autograd.grad``, and in float64
+optionally second ones. Every rank draws the batch of all ranks and keeps its slice. After each
+step, output, gradients, running statistics and counter are compared.
 
 ``python python/tests/batch_norm_programs.py --seeds 0:3000``
 """
@@ -33,16 +33,16 @@ MEMORY = ("contiguous", "contiguous", "channels_last", "transposed", "sliced", "
 
 @dataclass
 class Step:
-    sizes: list[int]  # of the ranks
+    sizes: list[int]  # batch sizes by rank
     training: bool = True
-    how: str = "grad"  # or backward, no_grad, inference: how it is differentiated, if at all
-    wanted: str = "xzwb"  # of x, z, weight and bias: what derivatives are asked for, if it is there
-    frozen: str = ""  # what needs no gradient
+    how: str = "grad"  # how it is differentiated: grad, backward, no_grad or inference
+    wanted: str = "xzwb"  # derivatives with respect to x, z, weight and bias, where these exist
+    frozen: str = ""  # inputs that need no gradient
     second: bool = False
     add: bool = False
-    memory: dict[str, str] = field(default_factory=dict)  # of x, z and dy
+    memory: dict[str, str] = field(default_factory=dict)  # layout of x, z and dy
     offset: float = 0.0  # mean of the batch
-    sabotage: bool = False  # to see that it is found: the output is wrong
+    sabotage: bool = False  # a test of the check: makes the output wrong
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Program:
     affine: bool = True
     track: bool = True
     momentum: float | None = 0.1
-    strided: bool = False  # parameters and buffers
+    strided: bool = False  # whether parameters and buffers are strided
     counter: torch.dtype | None = torch.int64
 
 
@@ -100,7 +100,7 @@ def draw_program(seed: int, world: int | None = None) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less."""
+    """Programs with one element less."""
     for i in range(len(program.steps)):
         if len(program.steps) > 1:
             yield replace(program, steps=program.steps[:i] + program.steps[i + 1 :])
@@ -120,8 +120,8 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def run(pool: RankPool, programs: list[Program]) -> str:
-    """What is wrong with the first that fails; empty if nothing is."""
-    from batch_norm_program_run import run_programs  # which imports this file
+    """The failure of the first failing program; empty if none fails."""
+    from batch_norm_program_run import run_programs  # it imports this file
 
     try:
         pool.run(programs[0].world, run_programs, programs, timeout_s=BATCH_TIMEOUT_S)
@@ -131,7 +131,7 @@ def run(pool: RankPool, programs: list[Program]) -> str:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The smallest program found that still fails."""
+    """The smallest failing program that was found."""
     return random_programs.shrink(program, smaller, fails, tries=60)
 
 

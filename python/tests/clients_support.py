@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Released packages that call apex, from the folder that scripts/clients.sh fills."""
+"""Loads released packages that use apex from the folder that scripts/clients.sh fills."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from warm import run_script_on_ranks
 
 FOLDER = os.environ.get("APEX_CLIENTS")
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
-#: What torch knows of torchvision's operators, if this module had to say it; gone with the object.
+#: Schemas of torchvision's operators that this module has registered. Deleting one unregisters it.
 _schemas: list[torch.library.Library] = []
 
 
 def load(name: str) -> Any:
-    """The module `name` of a client; for ranks, whose test has called :func:`client`."""
+    """The module `name` of a client, for ranks of a test that has called :func:`client`."""
     if FOLDER is not None:
-        if FOLDER not in sys.path:  # a rank has the path of the test's process
-            sys.path.append(FOLDER)  # behind everything else: the environment counts first
+        if FOLDER not in sys.path:  # a rank inherits the path of the test's process
+            sys.path.append(FOLDER)  # last, so that the environment's packages take precedence
         if "torchvision" not in sys.modules:
             _make_torchvision_importable()
     return importlib.import_module(name)
 
 
 def client(name: str) -> Any:
-    """The module `name` of a client; the test is skipped where it is not installed."""
+    """The module `name` of a client. Skips the test if it is not installed."""
     try:
         return load(name)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is for another torch
         pytest.skip(f"{name} cannot be imported: {error}; run scripts/clients.sh")
 
 
 def program_of(page: str, text: str) -> str:
-    """The program of that page in which `text` is."""
+    """The program on that page that contains `text`."""
     programs = re.findall(r"^```python\n(.*?)^```$", (HOWTO / page).read_text(), re.M | re.S)
     (found,) = [code for code in programs if text in code]
     return str(found)
 
 
 def run_program(code: str, ranks: int, folder: Path, package: str = "accelerate") -> str:
-    """What rank 0 prints when that many ranks run it. It finds the clients and these modules."""
+    """The output of rank 0 of a program on that many ranks, with `package` and these modules on the
+    path."""
     script = folder / "program.py"
     script.write_text(f"import clients_support\nclients_support.load({package!r})\n{code}")
     environment = {
@@ -61,10 +62,10 @@ def run_program(code: str, ranks: int, folder: Path, package: str = "accelerate"
 
 
 def _make_torchvision_importable() -> None:
-    """PyPI's torchvision is for a torch with CUDA; beside one for the CPU it lacks its operators.
+    """Make PyPI's torchvision importable with a CPU build of torch.
 
-    Importing it then fails where it describes two of them to torch. No test calls one, so that
-    schemas without an implementation will do.
+    It is built for CUDA, and its import fails because two operators are missing. No test calls
+    them, so schemas without an implementation are sufficient.
     """
     try:
         importlib.import_module("torchvision")
@@ -74,7 +75,7 @@ def _make_torchvision_importable() -> None:
         if "torchvision::nms does not exist" not in str(error):
             raise
         for module in [m for m in sys.modules if m.partition(".")[0] == "torchvision"]:
-            del sys.modules[module]  # what was imported before the error
+            del sys.modules[module]  # modules imported before the error
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs of collectives over the backend ``apex``, with the same bits as a reference.
+"""Random programs of collectives over the backend ``apex``, compared bitwise with a reference.
 
-For hours: ``python python/tests/collective_programs.py --programs 5000 --ranks 3``; one program
-again: ``--seed 1234``.
+For hours: ``python python/tests/collective_programs.py --programs 5000 --ranks 3``. To repeat one
+program: ``--seed 1234``.
 
-Every rank knows what all ranks put in, so each computes what has to come out: reductions in the
-order of the ranks, float16 and bfloat16 in float32. Nothing is compared with a tolerance. Works are
-waited for in an order of each rank's own, or dropped; ranks are late, and are stopped (SIGSTOP) at
-any moment.
+Every rank knows the inputs of all ranks, so each computes the expected results: reductions in rank
+order, float16 and bfloat16 in float32. No tolerance is used. Each rank waits for works in its own
+order, or drops them. Ranks are delayed, and stopped (SIGSTOP) at random times.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Check = Callable[[], None]
 
 @functools.lru_cache(maxsize=1)
 def groups_of(world: Any) -> list[Any]:
-    """The world, all ranks again, and all ranks but the first; once for each default group."""
+    """The world, all ranks again, and all ranks but the first. Created once per default group."""
     ranks = list(range(dist.get_world_size()))
     options: dict[str, Any] = {"backend": "apex", "timeout": datetime.timedelta(seconds=60)}
     made = [dist.new_group(ranks, **options), dist.new_group(ranks, **options)]
@@ -51,7 +50,7 @@ def groups_of(world: Any) -> list[Any]:
 
 
 def combined(inputs: list[Tensor], op: Any) -> Tensor:
-    """What all ranks get, to the bit."""
+    """The expected result on all ranks, bitwise."""
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     result = inputs[0].to(wide)
@@ -88,7 +87,7 @@ def value(key: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in other memory."""
+    """The same values in another memory layout."""
     if layout == "contiguous" or tensor.dim() < 2:
         return tensor.clone()
     if layout == "transposed":
@@ -105,7 +104,8 @@ def same(got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def draw_shape(draw: random.Random, large: bool) -> tuple[int, ...]:
-    numel = int(2 ** draw.uniform(0, 23 if large else 15)) - 1  # of 8 bytes: 64 MiB
+    # at most 64 MiB, with 8 bytes per element
+    numel = int(2 ** draw.uniform(0, 23 if large else 15)) - 1
     if draw.random() < 0.4:
         columns = draw.randint(1, 9)
         return (numel // columns + 1, columns)
@@ -117,7 +117,7 @@ class Program:
 
     def __init__(self, seed: int, rank: int, groups: list[Any]) -> None:
         self.draw = random.Random(seed)
-        self.own = random.Random(seed * 1009 + rank)  # what differs from rank to rank
+        self.own = random.Random(seed * 1009 + rank)  # for values that differ by rank
         self.seed, self.rank, self.groups = seed, rank, groups
         self.flying: list[tuple[Any, Check]] = []
         self.dropped: dict[int, list[Check]] = {}  # by group
@@ -133,17 +133,17 @@ class Program:
             stop.wait()
 
     def stop(self) -> None:
-        """This process, at some moment from now on and for a little."""
+        """Stop this process briefly at a random time from now on."""
         sleeps = [self.own.uniform(0, 0.02) for _ in range(2)]
         deeds = f"sleep {sleeps[0]}; kill -STOP $PPID; sleep {sleeps[1]}; kill -CONT $PPID"
         self.stops.append(subprocess.Popen(["/bin/sh", "-c", deeds]))
 
     def land(self) -> None:
-        """Wait for all, in an order of this rank's own."""
+        """Wait for all works, in this rank's own order."""
         self.own.shuffle(self.flying)
         for work, looks in self.flying:
             way = self.own.random()
-            if not hasattr(work, "get_future"):  # of coalesced ones it is the future itself
+            if not hasattr(work, "get_future"):  # coalesced collectives return the future itself
                 work.wait()
                 looks()
                 continue
@@ -155,7 +155,7 @@ class Program:
             work.wait()
             looks()
         self.flying.clear()
-        # One that was dropped has completed when a later one of its group has.
+        # A dropped work is complete once a later work of its group is.
         for index in sorted(self.dropped):
             dist.barrier(self.groups[index])
             for looks in self.dropped[index]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
-#: What `scripts/test.sh --quick` runs: in each area the tests that draw or compare most.
+#: The tests of `scripts/test.sh --quick`: in each area, the ones that draw or compare the most.
 QUICK = (
     "test_amp_programs.py::test_program",
     "test_amp_sequences.py",
@@ -39,20 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """For runs that may be cut off: with APEX_TEST_AT_ONCE what failed is told when it fails."""
+    """With APEX_TEST_AT_ONCE, report failures immediately, for runs that may be interrupted."""
     if report.failed and os.environ.get("APEX_TEST_AT_ONCE"):
         print(f"\n--- {report.nodeid}\n{report.longreprtext[-6000:]}", flush=True)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    """Four processes for the whole session; ``ranks.run(world, body, *args)`` uses some of them."""
+    """Four processes for the whole session. ``ranks.run(world, body, *args)`` uses some of them."""
     return shared_pool()
 
 
 @pytest.fixture(scope="session")
 def prefix() -> Path:
-    """What `python -m apex.cmake_dir` prints."""
+    """The output of `python -m apex.cmake_dir`."""
     command = [sys.executable, "-m", "apex.cmake_dir"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     folder = Path(output.strip())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shared by the tests of uneven inputs: models, batches, and the same steps in one process."""
+"""Shared by the tests of uneven inputs: models, batches, and reference steps in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def make(seed: int = 0) -> Mlp:
 def reference_step(
     reference: nn.Module, active: list[int], divide_by: int, steps: list[int], rate: float
 ) -> dict[str, Any]:
-    """One synchronized step in float64 on the batches of the active ranks; gradients by name."""
+    """One synchronized step in float64 on the batches of the active ranks. Returns gradients by
+    name."""
     reference.zero_grad()
     for rank in active:
         for step in steps:
@@ -51,7 +52,7 @@ class Normed(nn.Module):
 
 
 class Counter(nn.Module):
-    """Its buffer says what the rank has seen; the loss depends on it."""
+    """Its buffer counts the rank's data, and the loss depends on it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small models with what makes gradients different: sharing, layouts, dtypes, sparsity."""
+"""Small models with varied gradients: sharing, layouts, dtypes, sparsity."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Lstm(nn.Module):
 
 
 class SharedEmbedding(nn.Module):
-    """One table for both inputs and for the decoder."""
+    """One table that is used for both inputs and for the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class SharedEmbedding(nn.Module):
 
 
 class Tied(nn.Module):
-    """The same layer three times, and its transpose."""
+    """A layer that is used three times, and its transpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Mixed(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of no element, of no dimension, transposed, and with gaps in memory."""
+    """Parameters without elements, without dimensions, transposed, and with gaps in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Odd(nn.Module):
 class Model:
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
-    dtype: torch.dtype | None = None  # converted to it after building
+    dtype: torch.dtype | None = None  # the dtype to convert to after building
 
     def make(self, seed: int = 0) -> nn.Module:
         with torch.random.fork_rng():
@@ -173,7 +173,7 @@ MODELS = {
 
 
 def batch(model: Model, rank: int, step: int = 0) -> tuple[Tensor, ...]:
-    """The inputs of one rank in one step: the same whoever asks."""
+    """The inputs of one rank in one step, equal for all callers."""
     return model.inputs(torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -189,7 +189,7 @@ def whole_batch(model: Model, world: int, step: int = 0) -> tuple[Tensor, ...]:
 
 
 class Branches(nn.Module):
-    """Three layers, of which a forward uses those it is told to."""
+    """Three layers. A forward uses the ones that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

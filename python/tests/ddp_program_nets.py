@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models of the random programs: small blocks with what makes gradients differ or share memory.
+"""Models of the random programs: small blocks with varied gradients, some of which share memory.
 
-A net runs on one rank, or, for the reference, in lockstep: every rank's copy after the other, block
-by block, so that batch norm sees the batch of all ranks.
+A net runs on one rank. For the reference, all ranks' copies run in lockstep, block by block, so
+that batch norm sees the batch of all ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from apex.parallel import convert_syncbn_model
 
 WIDTH = 4
-BIG = 4096  # a [WIDTH, BIG] parameter has 64 KiB: it is reduced in place
+BIG = 4096  # a [WIDTH, BIG] parameter has 64 KiB and is reduced in place
 
-# Gradients of these share memory with each other, or with one that backward still reads.
+# Gradients of these blocks share memory with each other, or with one that backward still reads.
 ALIASING = ("pos", "two", "expand", "chunk", "cat")
 SHARING = (*ALIASING, "large")
 
 
 class Boom(RuntimeError):
-    """What a program raises on purpose."""
+    """The exception that a program raises deliberately."""
 
 
 class RaiseInBackward(torch.autograd.Function):
@@ -42,7 +42,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Block(nn.Module):
-    """Takes and returns [WIDTH, WIDTH]."""
+    """A block with input and output [WIDTH, WIDTH]."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
         return self.inner(h)
 
     def normalize_together(self, h: Tensor, everyone: list[Tensor]) -> Tensor:
-        """Batch norm of this rank's part, with the statistics of all."""
+        """Batch norm of this rank's slice, with the statistics of all ranks."""
         batch = torch.cat(everyone).double()
         mean, var = batch.mean(0), batch.var(0, unbiased=False)
         normal = (h.double() - mean) / torch.sqrt(var + self.inner.eps)
@@ -120,8 +120,8 @@ class Net(nn.Module):
         raise_at: int | None = None,
         fail_at: int | None = None,
     ) -> Tensor:
-        """Blocks in ``skip`` are left out; an exception comes in the backward that reaches
-        ``raise_at``, or in this forward at ``fail_at``."""
+        """Skip the blocks in ``skip``. Raise in the backward that reaches ``raise_at``, or in this
+        forward at ``fail_at``."""
         h = x * 1.0
         for i, block in enumerate(self.blocks):
             if i == fail_at:
@@ -140,7 +140,7 @@ class Net(nn.Module):
 def in_lockstep(
     nets: list[Net], inputs: list[Tensor], ids: list[Tensor], skips: list[Sequence[int]]
 ) -> list[Tensor]:
-    """What each rank's net returns."""
+    """The outputs of every rank's net."""
     hs = [x * 1.0 for x in inputs]
     for i in range(len(nets[0].blocks)):
         blocks = [net.blocks[i] for net in nets]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a random program is, and how ranks run it and check each step against float64.
+"""Defines random programs, and how ranks run them and check each step against float64.
 
-A program is a list of operations on up to three models and their wrappers, the same on all ranks
-except where an operation holds something per rank. An operation that is not legal where it stands
-(a step of a model without a wrapper, ...) is left out or made legal by rules that are the same on
-every rank; so every part of a program is a program, and failures can be shrunk by removing things.
+A program is a list of operations on up to three models and their wrappers. It is the same on all
+ranks, except that an operation may have arguments per rank. An operation that is not legal at its
+place (a step of a model without a wrapper, for example) is skipped or made legal by rules that are
+the same on every rank. So every part of a program is a program, and failures can be shrunk by
+removing parts.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from apex.parallel import DistributedDataParallel
 
-# What is left out of programs because it is known to fail; remove an entry to see it fail.
-# A program takes a fraction of a second; each of NCCL's groups takes that long to be made.
+# A program takes a fraction of a second. Each NCCL group takes that long to create.
 CASE_LIMIT_S = 6 if DEVICE == "cpu" else 30
 TOLERANCE = 1e-4
 TINY = 1e-38  # float32's smallest normal number is 1.2e-38
-HOOKS = {  # by name: error allowed
+HOOKS = {  # by name, the allowed error
     "allreduce_hook": TOLERANCE,
     "fp16_compress_hook": 1e-2,
     "fp16": 1e-2,
@@ -54,10 +54,10 @@ HOOKS = {  # by name: error allowed
 
 @dataclass
 class Op:
-    """``args`` holds what differs from the default; each of its entries may be removed."""
+    """``args`` contains the arguments that differ from the default. Each may be removed."""
 
     kind: str
-    uid: int  # what its data is drawn from
+    uid: int  # the seed of its data
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class Program:
     seed: int
     world: int
     models: list[list[str]]  # kinds of blocks
-    shared: bool  # models 0 and 1 have the same first block
+    shared: bool  # models 0 and 1 share their first block
     ops: list[Op]
 
 
@@ -93,13 +93,13 @@ def bits(tensor: Tensor | None) -> int:
 class Machine:
     """The state of one rank that runs a program.
 
-    ``local`` holds, on the rank that checks, every rank's expected gradients in float64.
+    ``local`` contains every rank's expected gradients in float64, on the rank that checks.
     """
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank, self.world = program, rank, program.world
         self.checks = rank == program.seed % program.world
-        torch.manual_seed(100 * program.seed + rank)  # other values on every rank
+        torch.manual_seed(100 * program.seed + rank)  # different values on every rank
         self.models = nn.ModuleList(Net(kinds) for kinds in program.models)
         self.shared = program.shared and len(program.models) > 1
         if self.shared:
@@ -112,16 +112,18 @@ class Machine:
         self.static = self.static and not self.shared
         self.tolerance = TOLERANCE
         self.hooked: DistributedDataParallel | None = None
-        self.pending: list[nn.Parameter] = []  # replaced, and not yet taken from rank 0
-        self.changed: set[int] = set()  # models whose wrappers have not seen a change
+        # replaced parameters that were not broadcast from rank 0 yet
+        self.pending: list[nn.Parameter] = []
+        # models with a change that their wrappers have not processed
+        self.changed: set[int] = set()
         self.moved: set[int] = set()  # models whose parameters' data was replaced
-        self.recast: set[int] = set()  # since the last step: no rank may run forward alone
+        self.recast: set[int] = set()  # cast since the last step, so no rank may run forward alone
         self.held: list[Tensor] = []
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.python: Delegate | None = None
         self.local: dict[nn.Parameter, list[Tensor | None]] = {}
         self.size: dict[nn.Parameter, float] = {}
-        self.wrong = ""  # what a comparison has found in the operation that runs
+        self.wrong = ""  # the mismatch that a comparison has found in the current operation
         self.fired: set[int] = (
             set()
         )  # contributed to by a rank since the last synchronized backward
@@ -133,7 +135,7 @@ class Machine:
         options = dict(op.args.get("options", {}))
         if not self.static:
             options.pop("static_graph", None)
-        # Of a module that is frozen as a whole, nothing is synchronized.
+        # If a module is completely frozen, nothing is synchronized.
         if not any(p.requires_grad for p in self.models[m].parameters()):
             self.frozen = []
             self._apply_frozen()
@@ -143,8 +145,8 @@ class Machine:
             self.models[m], process_group=self._group(op.args.get("group")), **options
         )
         hook = op.args.get("hook")
-        # A hook of torch's sends on the default group, so only one wrapper may have one: nobody
-        # promises an order between wrappers.
+        # torch's hooks use the default group. Only one wrapper may have one, because the order
+        # between wrappers is not defined.
         if hook in default_hooks.__dict__:
             live = [each for row in self.wrappers for each in row]
             if any(each is self.hooked for each in live):
@@ -191,7 +193,7 @@ class Machine:
         self.held.clear()
 
     def freeze(self, op: Op) -> None:
-        """``parameters``: which are frozen; the others are unfrozen."""
+        """Freeze ``parameters`` and unfreeze all others."""
         m = op.args.get("model", 0) % len(self.models)
         if self.static:
             return
@@ -207,7 +209,7 @@ class Machine:
             parameter.requires_grad_(id(parameter) not in frozen)
 
     def evaluate(self, op: Op) -> None:
-        """On some ranks only; with ``grad``, gradients are enabled."""
+        """Evaluate on some ranks only. With ``grad``, gradients are enabled."""
         m = op.args.get("model", 0) % len(self.models)
         if self.rank not in op.args.get("ranks", [0]) or not self.wrappers[m]:
             return
@@ -277,7 +279,7 @@ class Machine:
         net.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in state.items()})
 
     def _change_assign(self, net: Net, m: int, op: Op) -> None:
-        """With other values on each rank: the next forward takes rank 0's."""
+        """Assign different values on each rank. The next forward broadcasts rank 0's."""
         state = {k: v.clone() for k, v in net.state_dict().items()}
         for name, _ in net.named_parameters():
             state[name] += self.rank
@@ -297,7 +299,7 @@ class Machine:
             wrapper.relearn()
 
     def _change_copy(self, net: Net, m: int, op: Op) -> None:
-        """The wrapper goes on as a copy of itself, with copied parameters."""
+        """Replace the wrapper by a copy of itself, with copied parameters."""
         if not self.wrappers[m] or self.shared or m in self.changed:
             return
         self.frozen = []
@@ -318,10 +320,10 @@ class Machine:
                 self.changed.add(i)
 
     def _synchronized(self, m: int) -> None:
-        """A wrapper of model ``m`` has taken rank 0's parameters."""
+        """A wrapper of model ``m`` has broadcast rank 0's parameters."""
         own = {id(p) for p in self.models[m].parameters()}
         self.pending = [p for p in self.pending if id(p) not in own]
-        if len(self.wrappers[m]) < 2:  # another one has yet to see it
+        if len(self.wrappers[m]) < 2:  # another wrapper has not processed the change yet
             self.changed.discard(m)
 
     # --- a step ---
@@ -339,11 +341,11 @@ class Machine:
         if any(block.kind == "syncbn" for f in forwards
                for block in self.models[f.model].blocks):  # fmt: skip
             boom, drop, more = None, [], []  # the other ranks would wait in batch norm
-        if self.rank in more:  # a forward that no backward follows
+        if self.rank in more:  # a forward without a backward
             x, ids = data(op.uid, self.rank, 0, 0)
             forwards[0].wrapper(x, ids, forwards[0].skip[self.rank], None, None)
         accumulate = args.get("accumulate", 0)
-        # Gradients that share memory are accumulated wrongly by torch alone, without a wrapper.
+        # torch accumulates gradients that share memory incorrectly, even without a wrapper.
         if any(block.kind in SHARING for f in forwards for block in self.models[f.model].blocks):
             accumulate = 0
         for micro in range(accumulate + 1):
@@ -354,7 +356,7 @@ class Machine:
                     quiet.enter_context(floating_point_mode(rows[self.rank % len(rows)]))
                 if not last:
                     self._enter_no_sync(quiet)
-                if args.get("alone"):  # a fault, for the tests of the generator
+                if args.get("alone"):  # an injected fault, for the tests of the generator
                     self._enter_no_sync(quiet)
                 todo = self._run_forwards(op, forwards, micro, boom if last else None)
                 if last and boom:
@@ -366,9 +368,9 @@ class Machine:
                 for i, loss in enumerate(todo):
                     loss.backward(retain_graph=i + 1 < len(todo))
                 del todo, loss
-            if self.rank == args.get("waits"):  # likewise
+            if self.rank == args.get("waits"):  # another injected fault
                 dist.recv(torch.zeros(1))
-            if self.rank == args.get("sabotage"):  # likewise
+            if self.rank == args.get("sabotage"):  # another injected fault
                 next(p for p in self.models.parameters() if p.grad is not None).grad.add_(1e-3)
             if self.checks:
                 self._expect(op, forwards, micro, last, args.get("how", "sum"))
@@ -420,7 +422,8 @@ class Machine:
         args, outputs = op.args, []
         checkpointed = args.get("checkpoint")
         if checkpointed == "reentrant" and len(forwards) > 1:
-            checkpointed = "non-reentrant"  # as often in each backward as in the first
+            # the same number of uses in each backward as in the first
+            checkpointed = "non-reentrant"
         raising = None
         if boom and self.rank in boom["ranks"]:
             raising = boom["forward"] % len(forwards)
@@ -446,8 +449,8 @@ class Machine:
     def _raise_and_recover(
         self, op: Op, forwards: list[Forward], todo: list[Tensor], boom: dict[str, Any], micro: int
     ) -> None:
-        """Ranks in ``boom["ranks"]`` raise in backward. The others raise, too, or, where all those
-        had sent everything, have their averages."""
+        """Ranks in ``boom["ranks"]`` raise in backward. The others raise too, unless those ranks
+        had sent everything. Then they have their averages."""
         error: BaseException | None = None
         try:
             todo[0].backward()
@@ -473,14 +476,14 @@ class Machine:
         self.fired.clear()
 
     def _drop(self, op: Op, forward: Forward, todo: list[Tensor], drop: list[int]) -> None:
-        """Ranks in ``drop`` skip the step: no rank has a gradient after it."""
+        """Ranks in ``drop`` skip the step. No rank has a gradient after it."""
         loss = sum(todo)
         if self.rank in drop:
             zero = forward.wrapper.skip_step()
             loss = zero if op.uid % 2 else loss
         loss.backward()
         todo.clear()
-        # A wrapper that was made while all was frozen has nothing to skip.
+        # A wrapper that was created while everything was frozen has nothing to skip.
         trains = any(p.requires_grad for p in self.models[forward.model].parameters())
         skipped = forward.wrapper.step_skipped
         check(skipped or not trains, f"ranks {drop} skip the step, but it was not skipped")
@@ -497,7 +500,7 @@ class Machine:
     def _expect(
         self, op: Op, forwards: list[Forward], micro: int, synchronized: bool, how: str
     ) -> None:
-        """Adds to ``local`` what one micro-batch yields."""
+        """Add the gradients of one micro-batch to ``local``."""
         references = [to_reference(self.models) for _ in range(self.world)]
         parameters = list(self.models.parameters())
         own = [list(reference.parameters()) for reference in references]
@@ -537,7 +540,7 @@ class Machine:
         self.size[parameter] = max([self.size.get(parameter, 0.0), *sizes])
 
     def _average(self, parameter: nn.Parameter) -> None:
-        """If any rank has contributed since the last synchronized backward."""
+        """Average, if any rank has contributed since the last synchronized backward."""
         row = self.local[parameter]
         if id(parameter) in self.fired:
             self.fired.discard(id(parameter))
@@ -547,7 +550,7 @@ class Machine:
 
     @contextlib.contextmanager
     def _told_at_end(self) -> Iterator[None]:
-        """The operation goes on, since the other ranks do."""
+        """Continue the operation, because the other ranks do."""
         try:
             yield
         except AssertionError as wrong:
@@ -566,7 +569,8 @@ class Machine:
                 )  # fmt: skip
 
     def _note_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Errors do not add up over steps: what is there, the same on all ranks, counts."""
+        """Use the actual gradients, equal on all ranks, so that errors do not accumulate over
+        steps."""
         for parameter in parameters:
             grad = dense(parameter.grad)
             value = None if grad is None else grad.to(wide(grad.dtype)).clone()
@@ -580,7 +584,7 @@ class Machine:
                 error = ""
                 try:
                     getattr(self, op.kind)(op)
-                except Exception as failed:  # noqa: BLE001  (all ranks are told)
+                except Exception as failed:  # noqa: BLE001  (reported to all ranks)
                     error = "".join(traceback.format_exception(failed)[-3:])
                 self._agree(f"op {index} ({op.kind})", error or self.wrong)
                 if self.checks:
@@ -598,7 +602,7 @@ class Machine:
                 dist.destroy_process_group(group)
 
     def _agree(self, what: str, error: str) -> None:
-        """Bitwise the same on every rank, and no rank has failed."""
+        """Check bitwise equality on all ranks, and that no rank has failed."""
         values: dict[str, int] = {}
         unknown = {id(p) for p in self.pending}
         for m, net in enumerate(self.models):
@@ -622,7 +626,7 @@ class Machine:
 
 
 def losses(outputs: list[Tensor], how: str, chain: bool, tiny: bool) -> list[Tensor]:
-    """What backward is called on, in order."""
+    """The losses of the backwards, in order."""
     if chain:
         outputs = outputs[-1:]
     if tiny:
@@ -640,7 +644,7 @@ def losses(outputs: list[Tensor], how: str, chain: bool, tiny: bool) -> list[Ten
 
 
 def run_programs(rank: int, world: int, programs: list[Program], folder: str) -> None:
-    """Runs them all. A rank that is stuck ends its process, and leaves its stack in ``folder``."""
+    """Run all programs. A stuck rank ends its process, and leaves its stack in ``folder``."""
     torch.backends.cudnn.allow_tf32 = False  # convolutions are compared with float64
     with open(os.path.join(folder, str(rank)), "w") as notes:
         for program in programs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs over several models, wrappers and optimizers: drawing, running many, shrinking.
+"""Draws, runs and shrinks random programs over several models, wrappers and optimizers.
 
 ``python python/tests/ddp_programs.py --seeds 0:5000`` runs a range, prints the seed of each failure
 and the smallest program that still fails. What ranks do and check is in ddp_program_run.py. With
@@ -31,7 +31,8 @@ HAZARDS = (
     "sparse", "syncbn",
 )  # fmt: skip
 
-#: What needs the host to read what other ranks report in every backward, or is of processors.
+#: Operations that need the host to read other ranks' reports in every backward, or that are
+#: CPU-only.
 ON_THE_HOST = ("drop", "modes", "raise")
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -55,7 +56,7 @@ CHANGES = (
 
 
 class Draw:
-    """Draws a program. A hazard that is not among ``hazards`` does not occur."""
+    """Draws a program. Hazards that are not in ``hazards`` do not occur."""
 
     def __init__(self, seed: int, world: int | None, hazards: set[str]) -> None:
         self.rng = random.Random(seed)
@@ -64,7 +65,7 @@ class Draw:
         self.world = world or world_of(seed)
 
     def chance(self, hazard: str, probability: float) -> bool:
-        drawn = self.rng.random() < probability  # drawn in any case: seeds stay comparable
+        drawn = self.rng.random() < probability  # always drawn, so that seeds stay comparable
         return drawn and hazard in self.hazards
 
     def program(self) -> Program:
@@ -161,7 +162,7 @@ class Draw:
         )
 
     def _modes(self) -> dict[str, Any]:
-        """Floating-point modes by rank; with gradients that are subnormal numbers."""
+        """Floating-point modes by rank, with subnormal gradients."""
         rows = [self.rng.choice([None, "flush", "upward"]) for _ in range(self.world)]
         tiny = self.rng.random() < 0.5
         return {"modes": rows, "tiny": tiny} if self.chance("modes", 0.15) else {}
@@ -212,7 +213,7 @@ def draw_program(seed: int, world: int | None = None, only: str | None = None) -
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, the largest first."""
+    """Programs with one element less, the largest element first."""
 
     def changed(**fields: Any) -> Program:
         return Program(**{**vars(program), **fields})
@@ -243,7 +244,7 @@ def _smaller_value(value: Any) -> Iterator[Any]:
         for key in value:
             yield {k: v for k, v in value.items() if k != key}
         for key, item in value.items():
-            if key != "raises":  # its entries belong together
+            if key != "raises":  # its entries must stay together
                 for less in _smaller_value(item):
                     yield {**value, key: less}
     elif isinstance(value, list):
@@ -255,7 +256,7 @@ def _smaller_value(value: Any) -> Iterator[Any]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The smallest program found that still fails."""
+    """The smallest failing program that was found."""
     return random_programs.shrink(copy.deepcopy(program), smaller, fails)
 
 
@@ -263,7 +264,7 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def run(pool: RankPool, programs: list[Program]) -> str:
-    """What is wrong with the first that fails; empty if nothing is."""
+    """The failure of the first failing program; empty if none fails."""
     world = programs[0].world
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -273,12 +274,12 @@ def run(pool: RankPool, programs: list[Program]) -> str:
             if "program of seed" in message:
                 return message
             notes = (read_text(os.path.join(folder, str(rank))) for rank in range(world))
-            return "".join(notes) or message  # not one program was begun
+            return "".join(notes) or message  # no program was started
     return ""
 
 
 def read_text(path: str) -> str:
-    """What a rank has left behind that was stuck, the innermost calls only."""
+    """The stack of a stuck rank, innermost calls only."""
     if not os.path.exists(path):
         return ""
     with open(path) as notes:
@@ -286,7 +287,7 @@ def read_text(path: str) -> str:
 
 
 def brief(message: str) -> str:
-    """Of each rank, what it reported without how that was passed on."""
+    """The report of each rank, without the traceback of its transport."""
     ranks = re.split(r"^--- ", message, flags=re.MULTILINE)[1:]
     return "\n".join(
         f"{rank.splitlines()[0]} {rank.partition('AssertionError: ')[2] or rank}".strip()

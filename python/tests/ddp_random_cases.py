@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random training programs: what a seed means, how ranks run it, and what float64 says it yields.
+"""Random training programs: drawing from a seed, running on ranks, and float64 references.
 
 A case is drawn from its seed alone: a graph of small layers (shared, checkpointed, of several
 dtypes and layouts), options of the wrapper, and steps in which ranks skip different layers, freeze
@@ -53,7 +53,7 @@ SUBCLASSES = {"wrapper": Wrapper, "open": OpenWrapper, "mixed": Wrapper, "pair":
 class Layer(nn.Module):
     """One small operation on [ROWS, WIDTH], in its own dtype.
 
-    Subclasses are weights of some kinds, but for the float64 reference (`as_plain`).
+    The weights of some kinds are tensor subclasses, except in the float64 reference (`as_plain`).
     """
 
     def __init__(self, kind: str, dtype: torch.dtype, as_plain: bool = False) -> None:
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         if self.kind == "complex":
             return (h.to(own) @ self.weight).real
         if self.kind in ("embedding", "sparse"):
-            # Chosen by sign, which low precision does not change often; the case avoids the rest.
+            # Selected by sign, which low precision rarely changes. The case avoids the others.
             return self.table((h[:, 0] > 0).long()) + h.to(own)
         return h.to(own) @ self.weight
 
@@ -105,8 +105,8 @@ class Layer(nn.Module):
             if self.kind != "pair":
                 return h * self.weight
             first, second = self.weight
-            return h * first + h * second  # rounded as the pair's
-        if self.kind == "mixed":  # the gradient of the weight is plain
+            return h * first + h * second  # rounded as the pair's result
+        if self.kind == "mixed":  # the gradient of the weight is a plain tensor
             return h * LeaveAlone.apply(self.weight)
         return Leave.apply(Enter.apply(h, SUBCLASSES[self.kind]) * self.weight)
 
@@ -167,7 +167,7 @@ def draw_case(seed: int) -> Case:
     kinds = ["linear"] * 5 + ["scale", "scalar", "transposed", "gaps", "empty", "complex"]
     kinds += ["embedding", "sparse", *SUBCLASSES]
     layers = [(rng.choice(kinds), rng.choice(dtypes)) for _ in range(rng.randint(1, 5))]
-    # torch does not add sparse tensors of these dtypes.
+    # torch cannot add sparse tensors of these dtypes.
     layers = [("embedding" if k == "sparse" and is_narrow(d) else k, d) for k, d in layers]
     modes = rng.choice(
         [["one"], ["two_forwards"], ["one", "first_only"], ["one", "two_backwards", "first_only"],
@@ -178,8 +178,8 @@ def draw_case(seed: int) -> Case:
     if not averages:
         modes = [mode for mode in modes if mode != "two_backwards"]
 
-    # A layer in reentrant segments has to be used as often in each backward as in the one that was
-    # learnt from, or once.
+    # A layer in reentrant segments must be used once, or the same number of times in each backward
+    # as in the one that recorded the plan.
     checkpoints = rng.choice([[None], [None, None, "non-reentrant"], [None, "reentrant"]])
     nodes = []
     for i in range(rng.randint(1, 7)):
@@ -233,7 +233,7 @@ class Net(nn.Module):
         self.nodes = case.nodes
 
     def forward(self, x: Tensor, skipped: list[bool]) -> dict[str, list[Tensor]]:
-        values = [x * 1.0]  # an output that is a leaf has no node that could tell of its backward
+        values = [x * 1.0]  # if an output is a leaf, there is no node to detect its backward
         for node, skip in zip(self.nodes, skipped, strict=True):
             h = values[node.inputs[0]]
             if not skip:
@@ -266,7 +266,7 @@ def losses(output: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def backwards(model: nn.Module, case: Case, rank: int, step: int, m: int, to: Any) -> list[Tensor]:
-    """The forwards of one micro-batch, and what backward is called on, in order."""
+    """The forwards of one micro-batch, and the losses of its backwards, in order."""
     micro = case.steps[step].micros[m]
     skipped = micro.skipped[rank]
     first, second = losses(model(to(batch(case, rank, step, m, 0)), skipped))
@@ -285,7 +285,7 @@ def _freeze(parameters: list[nn.Parameter], step: Step) -> None:
         parameter.requires_grad_(index not in step.frozen)
 
 
-# --- the program as users write it ---
+# --- the program as a user writes it ---
 
 Grads = list[Tensor | None]
 
@@ -368,10 +368,10 @@ def _unpack(vector: Tensor, parameters: list[nn.Parameter]) -> Grads:
 
 
 def check_case(case: Case, record: list[list[Grads]]) -> None:
-    """Compare a record of :func:`run_case` with every rank's work done here, one after the other.
+    """Compare a record of :func:`run_case` with every rank's work, done here sequentially.
 
-    The model runs in float64; where it has float16 or bfloat16 layers, in its own dtypes, so that
-    what is compared is the averaging and not the rounding of those layers.
+    The model runs in float64. If it has float16 or bfloat16 layers, it runs in its own dtypes, so
+    that the averaging is compared and not the rounding of those layers.
     """
     model = build(case) if case.narrow else to_reference(build(case))
     to = (lambda tensor: tensor) if case.narrow else widen
@@ -456,7 +456,7 @@ def _compare(
 
 
 def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
-    """Run the cases; then each rank checks its share of them."""
+    """Run the cases. Then each rank checks its share of them."""
     records = []
     for seed in seeds:
         case = draw_case(seed)

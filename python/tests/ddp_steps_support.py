@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training steps of a small model, and their mean over the ranks."""
+"""Training steps of a small model, and their average over the ranks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 class Wrapper(Tensor):
     """Every operator runs on the inner tensor, and its result is wrapped again.
 
-    Nobody but its own operators knows the inner tensor.
+    Only its own operators can access the inner tensor.
     """
 
     @staticmethod
@@ -44,7 +44,7 @@ class Wrapper(Tensor):
 
 
 class OpenWrapper(Wrapper):
-    """One that names its inner tensor."""
+    """A wrapper that names its inner tensor."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["inner"], None
@@ -55,7 +55,7 @@ class OpenWrapper(Wrapper):
 
 
 class Pair(Tensor):
-    """Two tensors; every operator runs on the first ones, then on the second ones."""
+    """Two tensors. Every operator runs on the first tensors, then on the second ones."""
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor) -> Pair:
@@ -96,14 +96,14 @@ class Pair(Tensor):
 
 
 def plain(tensor: Any) -> Any:
-    """The values: of a Pair those of both, stacked."""
+    """The values; for a Pair, both stacked."""
     if isinstance(tensor, Wrapper):
         return tensor.inner
     return torch.stack([tensor.a, tensor.b]) if isinstance(tensor, Pair) else tensor
 
 
 class Enter(torch.autograd.Function):
-    """A plain tensor as a Wrapper, or as both of a Pair; its gradient is plain again."""
+    """Converts a plain tensor to a Wrapper, or to both of a Pair. The gradient is plain again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: type[Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """The values of a Wrapper, or the sum of a Pair; its gradient is a subclass again."""
+    """The values of a Wrapper, or the sum of a Pair. The gradient is a subclass again."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -136,7 +136,7 @@ class LeaveAlone(Leave):
 
 
 class Quantized(Tensor):
-    """Integers and their scale, as quantized base weights under adapters: read by value only."""
+    """Integers and their scale, as in quantized base weights. Only its values are read."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Quantized:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks as processes that are started once and serve many cases, and what the tests compare with.
+"""Ranks as processes that are started once and serve many cases, and references for the tests.
 
 A test runs a module-level function ``body(rank, world, *args)`` on several ranks::
 
@@ -38,13 +38,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-#: Where ranks of the pool make their tensors: with ``cuda`` all on the first GPU, over NCCL.
+#: The device of the pool's tensors. With ``cuda``, all ranks use the first GPU, over NCCL.
 DEVICE = os.environ.get("APEX_TEST_DEVICE", "cpu")
 GROUP_TIMEOUT_S = 45
 REPLY_TIMEOUT_S = int(os.environ.get("APEX_TEST_TIMEOUT_S", "60"))
 # How long a process may take to start and import.
 START_TIMEOUT_S = 240
-# How long ranks may take that wait for one that has failed already, before they are ended.
+# How long ranks may wait for a rank that has failed before they are killed.
 GRACE_S = 5
 
 # Largest error by dtype, relative to the largest contribution.
@@ -58,7 +58,7 @@ TOLERANCE = {
 }
 
 
-# Optimizers import torch._dynamo when the first is made; examples train on digits of scikit-learn.
+# The first optimizer imports torch._dynamo. Examples train on scikit-learn's digits.
 PRELOADED = [
     *["torch._dynamo", "apex.amp", "apex.parallel", "apex.parallel.multiproc", "ddp_support"],
     *["sklearn.datasets", "sklearn.model_selection", "tqdm"],
@@ -66,13 +66,13 @@ PRELOADED = [
 
 
 class RanksFailed(AssertionError):
-    """Raised in the test's process with what every failing rank reported."""
+    """Raised in the test's process with the reports of all failing ranks."""
 
 
 def forget_amp() -> None:
-    """Undo amp.init() and amp.initialize(), which are for the whole process.
+    """Undo amp.init() and amp.initialize(), which affect the whole process.
 
-    An OverlappedOptimizer that has failed is not waited for by the next test's scale_loss.
+    The next test's scale_loss must not wait for an OverlappedOptimizer that has failed.
     """
     amp = sys.modules.get("apex.amp")
     if amp is None:
@@ -87,10 +87,10 @@ def forget_amp() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on at the moment.
+    """A free TCP port of this host.
 
-    Below those that the system gives to connections: any test that runs beside this one could be
-    given such a port before it is used.
+    It is below the range that the system assigns to connections. Otherwise a test that runs in
+    parallel could be assigned the port before it is used.
     """
     ports = random.SystemRandom()
     while True:
@@ -100,9 +100,9 @@ def free_port() -> int:
 
 
 def share_one_gpu(rank: int) -> None:
-    """Before NCCL starts in this process: ranks of one host may have the same GPU.
+    """Let ranks of one host share a GPU. Call it before NCCL starts in this process.
 
-    NCCL refuses that, so each says that it is another host; from NCCL 2.30 on a switch allows it.
+    NCCL refuses that, so each rank claims to be another host. NCCL 2.30 and newer has a switch.
     """
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ["NCCL_NET"] = "Socket"
@@ -111,7 +111,7 @@ def share_one_gpu(rank: int) -> None:
 
 
 class OnDevice(TorchFunctionMode):
-    """Tensors are made on ``DEVICE`` unless the call names another; generators stay on the CPU."""
+    """Creates tensors on ``DEVICE`` unless the call names a device. Generators stay on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -135,13 +135,13 @@ def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEO
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    # Gloo tells a rank that it is connected before the others have seen as much: if a test ended
-    # the group, or the rank, at once, they would find a closed connection.
+    # Gloo reports a rank as connected before the others have completed the connection. If a test
+    # ended the group or the rank immediately, they would find a closed connection.
     dist.barrier()
 
 
 def _serve(rank: int, pipe: connection.Connection) -> None:
-    """The life of one rank: take a task, join its group, run it, reply."""
+    """The main loop of one rank: take a task, join its group, run it, reply."""
     torch.set_num_threads(1)
     if DEVICE != "cpu":
         OnDevice().__enter__()
@@ -176,15 +176,16 @@ def _serve(rank: int, pipe: connection.Connection) -> None:
 
 
 class RankPool:
-    """Processes that serve as ranks 0 to ``size - 1`` for one call of :meth:`run` after the other.
+    """Processes that serve as ranks 0 to ``size - 1`` for successive calls of :meth:`run`.
 
-    The default process group lives on while the world size stays and no rank fails; otherwise the
-    next call makes a new one. Processes that do not reply are ended, and started anew when needed.
+    The default process group is reused while the world size is the same and no rank fails.
+    Otherwise the next call creates a new one. Processes that do not reply are killed, and restarted
+    if needed.
     """
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        # Forked from a process that has imported what takes seconds, and started no thread.
+        # Forked from a process that has imported slow modules and started no thread.
         multiprocessing.set_forkserver_preload(PRELOADED)
         self._context = mp.get_context("forkserver")
         self._processes: list[mp.Process] = []
@@ -232,7 +233,7 @@ class RankPool:
             if kind == "error":
                 errors.append(f"--- rank {rank} of {world}: {value}")
         if errors or lost:
-            self._world = 0  # the next call makes a new group
+            self._world = 0  # the next call creates a new group
         if any(replies.get(rank, ("gone",))[0] == "gone" for rank in range(world)):
             self._stop()
         if errors:
@@ -261,7 +262,7 @@ class RankPool:
         return replies
 
     def _start(self, world: int) -> None:
-        """Start the processes that are missing for ``world`` ranks."""
+        """Start the missing processes for ``world`` ranks."""
         if world > self.size:
             raise ValueError(f"{world} ranks asked of a pool of {self.size}")
         context = self._context
@@ -322,7 +323,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_reference(model: nn.Module) -> nn.Module:
-    """A copy with float64 (complex128) parameters and buffers, sharing as in the original."""
+    """A copy with float64 (complex128) parameters and buffers, and the same sharing."""
     reference = copy.deepcopy(model)
     for tensor in [*reference.parameters(), *reference.buffers()]:
         if tensor.is_floating_point() or tensor.is_complex():
@@ -332,7 +333,7 @@ def to_reference(model: nn.Module) -> nn.Module:
 
 
 def widen(value: Any) -> Any:
-    """Floating tensors in nested lists, tuples and dicts at high precision."""
+    """Floating-point tensors in nested lists, tuples and dicts, at high precision."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             return value.detach().to(wide(value.dtype)).requires_grad_(value.requires_grad)
@@ -351,7 +352,7 @@ def dense(grad: Tensor | None) -> Tensor | None:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of the gradients, dense, by name; names without the wrapper's prefix."""
+    """Copies of the gradients, dense, by name, without the wrapper's prefix."""
     result = {}
     for name, parameter in model.named_parameters():
         grad = dense(parameter.grad)
@@ -387,7 +388,7 @@ def check_near(
     tolerance: float | None = None,
     scale: float = 0.0,
 ) -> None:
-    """``None`` only where expected; else the largest error against the largest value (or scale)."""
+    """Check for ``None`` where expected; otherwise the largest error against the largest value."""
     if expected is None or actual is None:
         check(actual is None and expected is None, f"{what}: expected {expected}, got {actual}")
         return
@@ -418,7 +419,7 @@ def check_gradients(
 
 
 def check_same_on_all_ranks(tensors: list[Tensor | None], what: str) -> None:
-    """Bitwise the same on every rank of the default group, None included."""
+    """Check bitwise equality on every rank of the default group, None included."""
     mine = [None if tensor is None else dense(tensor).contiguous() for tensor in tensors]
     present = torch.tensor([tensor is not None for tensor in mine], dtype=torch.int32)
     sums = present.clone()
@@ -436,7 +437,7 @@ def check_same_on_all_ranks(tensors: list[Tensor | None], what: str) -> None:
 
 
 def mean_over_ranks(per_rank: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Average with zeros for ranks without a gradient, None where no rank has one."""
+    """The average, with zeros for ranks without a gradient; None if no rank has one."""
     result: dict[str, Tensor | None] = {}
     for name in per_rank[0]:
         present = [dense(g[name]) for g in per_rank if g[name] is not None]
@@ -455,7 +456,7 @@ def alone(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Te
 
 
 def check_step(ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str) -> None:
-    """One backward from cleared gradients yields the mean over ranks."""
+    """Check that one backward from cleared gradients gives the mean over ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: loss(m, r)) for r in range(world)])
     ddp.zero_grad()
@@ -466,7 +467,7 @@ def check_step(ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: s
 
 @contextlib.contextmanager
 def host_channel(value: str) -> Iterator[None]:
-    """``APEX_HOST_CHANNEL`` of this process of the pool, which serves other tests after this."""
+    """Set ``APEX_HOST_CHANNEL`` in this process of the pool, and restore it for the next test."""
     os.environ["APEX_HOST_CHANNEL"] = value
     try:
         yield
@@ -479,7 +480,7 @@ ROUND_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}  # FE_UPWARD of fenv.h
 
 @contextlib.contextmanager
 def floating_point_mode(mode: str | None) -> Iterator[None]:
-    """This thread replaces subnormal numbers by zero ("flush"), or rounds "upward"."""
+    """Make this thread flush subnormal numbers to zero ("flush"), or round "upward"."""
     libm = ctypes.CDLL("libm.so.6")
     upward = ROUND_UPWARD.get(platform.machine())
     torch.set_flush_denormal(mode == "flush")
@@ -494,7 +495,7 @@ def floating_point_mode(mode: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *fragments: str) -> Iterator[None]:
-    """``pytest.raises`` for processes of the pool: the message holds all of ``fragments``."""
+    """``pytest.raises`` for processes of the pool. The message must contain all ``fragments``."""
     try:
         yield
     except kind as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random partitions of one batch over ranks and micro-batches, with random weights of the samples.
 
-The oracle is one process, in float64: the gradient of the weighted mean over the whole batch.
+The reference is one process in float64: the gradient of the weighted mean over the whole batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, to
 
 
 class Branches(nn.Module):
-    """A rank may leave out a branch; so may all."""
+    """Branches that a rank, or all ranks, may skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def world_of(seed: int) -> int:
 
 
 class Case:
-    """What a seed stands for; the same on every rank."""
+    """The case of a seed, equal on every rank."""
 
     def __init__(self, seed: int, world: int) -> None:
         self.random = pick = random.Random(seed)
@@ -64,12 +64,12 @@ class Case:
             self.hook = None
         self.channel = pick.choice(["1", "1", "0"])
         self.scale = pick.choice([1.0, 1.0, 1024.0])
-        if self.dtype == torch.float16 or self.hook == "fp16":  # a rank's own sums are to fit
+        if self.dtype == torch.float16 or self.hook == "fp16":  # a rank's own sums must fit
             self.weights, self.scale = [min(w, 5.0) for w in self.weights], 1.0
         self.uses_branches = pick.random() < 0.5
         self.joins = pick.random() < 0.15 and not self.options["check_finite"]
         self.owner = [pick.randrange(world) for _ in range(self.samples)]
-        if pick.random() < 0.3:  # one rank has nothing
+        if pick.random() < 0.3:  # one rank has no samples
             empty = pick.randrange(world)
             self.owner = [rank if rank != empty else (rank + 1) % world for rank in self.owner]
 
@@ -106,14 +106,14 @@ def _weight(value: float, pick: random.Random) -> Any:
 def _step(
     ddp: DistributedDataParallel, case: Case, step: int, rank: int, x: Tensor, y: Tensor
 ) -> list[list[int]]:
-    """This rank's part of a step; returns by sample the branches it used, for the reference."""
-    mine = random.Random(f"{case.owner} {step} {rank}")  # other accumulation on every rank
+    """This rank's part of a step. Returns, by sample, the branches it used, for the reference."""
+    mine = random.Random(f"{case.owner} {step} {rank}")  # different accumulation on every rank
     weights = torch.tensor(case.weights, dtype=torch.float64)
     batches = _micro_batches([i for i, owner in enumerate(case.owner) if owner == rank], mine)
     branches = branches_of(case, step)
 
     def forward(batch: list[int]) -> Tensor:
-        # Samples of one branch set at a time, so that the reference can do the same.
+        # The samples of one branch set at a time, so that the reference can do the same.
         parts = [
             _loss(ddp(x[part], branches[part[0]] if part else []), y[part], weights[part])
             for part in [[i] for i in batch] or [[]]
@@ -131,7 +131,7 @@ def _step(
                     loss = ahead[number]
                 elif loss is None:
                     loss = forward(batch)
-                if mine.random() < 0.2:  # twice half of the same samples
+                if mine.random() < 0.2:  # two half-weighted backwards of the same samples
                     with ddp.no_sync():
                         (loss / 2).backward(retain_graph=True)
                     loss = loss / 2
@@ -147,7 +147,7 @@ def branches_of(case: Case, step: int) -> list[list[int]]:
 
 
 def _reference(model: nn.Module, case: Case, step: int, x: Tensor, y: Tensor) -> list[Any]:
-    """Gradients of the mean over the batch, in float64; None where no sample used a parameter."""
+    """Gradients of the mean over the batch in float64; None if no sample used a parameter."""
     model = copy.deepcopy(model).double()
     for parameter in model.parameters():
         parameter.grad = None
@@ -161,12 +161,12 @@ def _reference(model: nn.Module, case: Case, step: int, x: Tensor, y: Tensor) ->
 
 
 def _gap(ddp: DistributedDataParallel, expected: list[Any]) -> float:
-    """The largest difference, by the largest gradient."""
+    """The largest difference, relative to the largest gradient."""
     largest = max((e.abs().max().item() for e in expected if e is not None), default=0.0)
     gaps = [0.0]
     for parameter, e in zip(ddp.module.parameters(), expected, strict=True):
         grad = parameter.grad
-        if e is None:  # a rank without samples runs forward, too, and may use none of them
+        if e is None:  # a rank without samples also runs forward, and may use no branch
             check(grad is None or not grad.any(), "a gradient of what no sample used")
         else:
             check(grad is not None, "no gradient of what a sample used")
@@ -215,12 +215,12 @@ def _join(
     what: str,
     tolerance: float,
 ) -> None:
-    """Each rank has one step more than the one before: those that are through count 0."""
+    """Each rank has one step more than the previous one. Ranks that have finished have weight 0."""
     weights = torch.tensor(case.weights, dtype=torch.float64)
     size = 1 + case.samples // 2
     world = int(ddp.world_size)
     of_rank = weights[:size].sum().item()
-    # Ranks with data have the same samples: the mean is that of one of them.
+    # Ranks with data have the same samples, so the mean is that of one of them.
     alike = copy.copy(case)
     alike.scale, alike.uses_branches = 1.0, False
     alike.samples, alike.weights = size, case.weights[:size]
@@ -243,7 +243,7 @@ def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
 
 
 def plain_average_is_off(rank: int, world: int) -> None:
-    """The negative control: means of ranks are not the mean, and the same check says so."""
+    """The negative control: averages over ranks differ from the mean, and the check detects it."""
     case = Case(1, world)
     case.dtype, case.weights, case.samples = torch.float64, [1.0] * 7, 7
     case.owner, case.uses_branches, case.scale = [0, 0, 0, 0, 0, 0, 1], False, 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of ranks that have nothing to change, and cases of them, for the tests of apex.doctor."""
+"""Facts of ranks without findings, and cases of such ranks, for the tests of apex.doctor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GIB = 1 << 30
 def a_rank(rank: int = 0, host: str = "a", **changes: Any) -> facts.Facts:
     """One rank of a host with four cores.
 
-    ``changes`` are new parts, or values of a part, as in ``limits={"open_files": 9}``. Hosts
-    have their own boot and namespaces, and the address 10.0.0.<letter of the host>.
+    ``changes`` are new parts, or values within a part, as in ``limits={"open_files": 9}``. Each
+    host has its own boot and namespaces, and the address 10.0.0.<letter of the host>.
     """
     address = f"10.0.0.{ord(host[0])}"
     one = facts.Facts(
@@ -58,7 +58,7 @@ def two(**changes: Any) -> Case:
 
 
 def hosts(**changes: Any) -> Case:
-    """Two hosts of one rank; the changes are those of rank 1."""
+    """Two hosts with one rank each. The changes apply to rank 1."""
     return a_case(a_rank(0), a_rank(1, "b", **changes))
 
 
@@ -70,5 +70,5 @@ def all_reduces(apex_s: float, gloo_s: float, shares: bool = True) -> list[measu
 
 
 def in_order(parts: list[str], text: str) -> bool:
-    """Whether ``text`` has all parts, one after the other."""
+    """Whether ``text`` contains all parts in this order."""
     return re.search(".*".join(map(re.escape, parts)), text) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A job that torchrun may start again: it resumes from the checkpoint that it finds in its folder.
+"""A job that torchrun may restart. It resumes from the checkpoint in its folder.
 
 ``torchrun ... elastic_program.py FOLDER [STEP]``. In the backward of STEP rank 1 is killed, once.
 """
@@ -25,7 +25,7 @@ STEPS, EVERY = 8, 3
 
 
 def die_once(mark: Path) -> None:
-    """A mark on disk: a started-again process knows nothing of the one before."""
+    """Uses a mark on disk, because a restarted process does not know about the previous one."""
     if not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -37,9 +37,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, world: int, folder: str, kill_at: int | None = None) -> dict[str, Any]:
-    """What a run ends with on this rank, and the step at which this process has begun."""
+    """The final state of a run on this rank, and the step at which this process has started."""
     checkpoint = Path(folder) / "run.pt"
-    torch.manual_seed(rank)  # the wrapper takes rank 0's parameters
+    torch.manual_seed(rank)  # the wrapper broadcasts rank 0's parameters
     net = convert_syncbn_model(
         nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     )
@@ -60,7 +60,7 @@ def train(rank: int, world: int, folder: str, kill_at: int | None = None) -> dic
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x).float(), target)
         if step == kill_at and rank == 1:
-            # The batch norm has waited for rank 0 here, so that rank 0 is in this step, too.
+            # The batch norm has waited for rank 0 here, so rank 0 is also in this step.
             net[3].weight.register_hook(lambda _: die_once(Path(folder) / "killed"))
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs the scripts of examples/, for tests of them."""
+"""Runs the scripts of examples/ for tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ddp_support import free_port
 from warm import run_script, run_script_on_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# Against hangs only; nothing here takes nearly as long.
+# Only a guard against hangs. Nothing here takes nearly this long.
 TIMEOUT_S = 600
-#: Their ranks import the script again and unpickle what they are given: not so if they are forked.
-#: Trains with torch's class, and ends without destroying its group. That ends with the model, under
-#: the interpreter's lock, and joins Gloo's thread, which in a process that was forked with dynamo
-#: imported may need that lock (seen: one run of four hangs in c10d::ProcessGroupGloo's destructor).
+#: Scripts that must not be forked. Their ranks import the script again and unpickle their
+#: arguments, which does not happen if they are forked. This one trains with torch's class and does
+#: not destroy its group. The group then ends with the model, under the interpreter's lock, and
+#: joins Gloo's thread. In a process forked after dynamo was imported, that thread may need the lock
+#: (seen: one run of four hangs in c10d::ProcessGroupGloo's destructor).
 OWN_PROCESS = ("tutorial/mnist-distributed.py",)
 
 
@@ -45,7 +46,8 @@ def run(command: Sequence[str], folder: Path, **env: str) -> subprocess.Complete
 def train(
     script: str, folder: Path, *arguments: str, ranks: int = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script without a launcher, or on so many ranks; forked with torch imported: see warm."""
+    """Run the script without a launcher or on that many ranks, forked with torch imported (see
+    warm)."""
     path, place = EXAMPLES / script, {"cwd": folder, "timeout_s": TIMEOUT_S}
     if script in OWN_PROCESS:
         assert not ranks

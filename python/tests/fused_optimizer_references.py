@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""LAMB, NovoGrad and Adam as their papers have them, parameter by parameter, in NumPy's float64.
+"""LAMB, NovoGrad and Adam as in their papers, parameter by parameter, in NumPy's float64.
 
-With the options that NVIDIA's implementations add. Deliberately slow and literal.
+They include the options that NVIDIA's implementations add. Deliberately slow and literal.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Lamb:
 
 
 class NovoGrad:
-    """Ginsburg et al. 2019, algorithm 1, where ``reg_inside_moment`` and not ``grad_averaging``."""
+    """Ginsburg et al. 2019, algorithm 1, with ``reg_inside_moment`` and without
+    ``grad_averaging``."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class NovoGrad:
 
 
 class Adam:
-    """Kingma and Ba 2015, algorithm 1; AdamW where ``adam_w_mode``."""
+    """Kingma and Ba 2015, algorithm 1; AdamW with ``adam_w_mode``."""
 
     def __init__(
         self,

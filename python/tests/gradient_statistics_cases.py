@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random steps with gradient_statistics=True.
 
-The oracles: each rank's gradient as a copy of the module computes it alone, in the same dtype; the
-averaged gradient as it lies in ``.grad``; and torch's function for clipping. All in float64, and
-the same bits on every rank.
+The references: each rank's gradient as a copy of the module computes it alone in the same dtype,
+the averaged gradient in ``.grad``, and torch's function for clipping. All are computed in float64,
+and results must be bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from apex.parallel import DistributedDataParallel, GradientStatistics
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
-#: Blocks of 512 squares are summed in float32. Own gradients are computed twice.
+#: Blocks of 512 squares are summed in float32. Each rank's own gradients are computed twice.
 TOLERANCE = 1e-6
 OWN_TOLERANCE = {
     torch.float64: TOLERANCE,  # one parameter is complex64
@@ -35,7 +35,7 @@ OWN_TOLERANCE = {
 class Net(nn.Module):
     def __init__(self, pick: random.Random, dtype: torch.dtype) -> None:
         super().__init__()
-        wide = dtype in (torch.float32, torch.float64)  # torch adds no sparse ones of 16 bits
+        wide = dtype in (torch.float32, torch.float64)  # torch cannot add sparse tensors of 16 bits
         width = pick.choice([3, 17, 40])
         self.first = nn.Linear(6, width)
         self.table = nn.Embedding(7, width, sparse=wide and pick.random() < 0.2)
@@ -94,7 +94,7 @@ def near(actual: float, expected: float, tolerance: float, what: str) -> None:
 
 
 def expected_noise(norms: list[float], samples: list[float], mean: float) -> tuple[float, float]:
-    """(tr(S), |G|^2): by solving the two equations for them, one rank counting as its samples."""
+    """(tr(S), |G|^2), by solving their two equations. One rank counts as its number of samples."""
     there = [(n, s) for n, s in zip(norms, samples, strict=True) if s > 0]
     if len(there) < 2:
         return math.nan, math.nan
@@ -115,7 +115,7 @@ def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
 
 def _run(rank: int, world: int, case: Case) -> None:
     pick = case.pick
-    torch.manual_seed(1000 + rank)  # the wrapper takes rank 0's
+    torch.manual_seed(1000 + rank)  # the wrapper broadcasts rank 0's
     net = Net(pick, case.dtype).to(case.dtype)
     net.complex.data = torch.ones(3, dtype=torch.complex64) * 0.5
     weighted = case.options["gradient_average"] == "weighted"
@@ -151,7 +151,7 @@ def _run(rank: int, world: int, case: Case) -> None:
         everything: list[Any] = [None] * world
         dist.all_gather_object(everything, (own, weight, found))
         used = {i for one in uses for i in one}
-        # Gradients of parameters that are used for the first time travel apart from the plan.
+        # Gradients of parameters that are used for the first time are reduced outside of the plan.
         apart = step > 0 and not used <= seen
         seen |= used
         for other, (norm, samples, theirs) in enumerate(everything):
@@ -185,10 +185,10 @@ def _check_noise(found: GradientStatistics, samples: list[float], world: int, ca
 
 
 def _check_clipping(ddp: DistributedDataParallel, net: nn.Module, pick: random.Random) -> None:
-    """As torch's function, which multiplies by max_norm / (norm + 1e-6)."""
+    """Check against torch's function, which multiplies by max_norm / (norm + 1e-6)."""
     if any(p.grad is not None and p.grad.is_sparse for p in net.parameters()):
         return
-    if pick.random() < 0.3:  # a script that changes gradients in between
+    if pick.random() < 0.3:  # as a script that changes gradients after backward
         with torch.no_grad():
             net.first.weight.grad.mul_(3)
     limit = pick.choice([1e-3, 1e3])

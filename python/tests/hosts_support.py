@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several hosts on one machine: ranks in namespaces of processes, which cannot see each other.
+"""Several hosts on one machine: ranks in separate PID namespaces, which cannot see each other.
 
 A test runs a module-level function ``body(rank, world, *args)``::
 
     run_on_hosts([2, 1], _body, 3.0)     # ranks 0 and 1 on one host, rank 2 on another
 
-Each host is one process, forked from one that has imported what takes seconds, and forks its ranks.
+Each host is one process, forked from a process that has imported slow modules. It forks its ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 from ddp_support import PRELOADED, RanksFailed
 
 TIMEOUT_S = 120
-# What `unshare --pid --fork --kill-child --mount-proc` does, without starting another program.
+# The effect of `unshare --pid --fork --kill-child --mount-proc`, without starting another program.
 CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
 PR_SET_PDEATHSIG = 1
 
 
 def why_not() -> str:
-    """Why this machine cannot do it, or ''."""
+    """Why this machine does not support it, or ''."""
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -76,7 +76,7 @@ def run_on_hosts(
         for process in processes:
             process.join(max(0.1, until - time.monotonic()))
             if process.is_alive():
-                process.kill()  # and all in its namespace
+                process.kill()  # and with it all processes of its namespace
                 process.join()
         results, errors = [], []
         for rank in range(world):
@@ -93,7 +93,7 @@ def run_on_hosts(
 
 
 def _start_host(folder: str, ranks: range, *task: Any) -> None:
-    """Its first process is number 1 of a namespace: when it ends, all of the host end."""
+    """Start the first process of a namespace. When it ends, all processes of the host end."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *arguments: Any) -> None:
@@ -125,7 +125,7 @@ def _serve(
     variables: dict[str, str],
     changes: list[dict[str, str]],
 ) -> None:
-    """One host: its ranks are processes of the same namespace."""
+    """One host, whose ranks are processes of one namespace."""
     import torch
 
     torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def _run_rank(folder: Path, rank: int, world: int, body: Callable[..., Any], arg
 
 
 def stop_for(seconds: float) -> None:
-    """This process stops, and goes on so much later."""
+    """Stop this process, and continue it after this time."""
     mine = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)

@@ -24,7 +24,8 @@ def network() -> nn.Module:
 def loader(
     rank: int = 0, world: int = 1, batch: int = BATCH, dtype: torch.dtype = torch.float64
 ) -> DataLoader[Any]:
-    """Samples are dealt out in turn: a step of all ranks has `world * batch` consecutive ones."""
+    """Samples are interleaved over ranks: a step of all ranks has `world * batch` consecutive
+    ones."""
     x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(7), dtype=dtype)
     samples = TensorDataset(x, x.sum(1, keepdim=True).sin())
     sampler: Any = DistributedSampler(samples, world, rank, shuffle=False)
@@ -32,7 +33,7 @@ def loader(
 
 
 def regression(net: nn.Module) -> Any:
-    """A LightningModule that notes what it is wrapped in, and what validation returns."""
+    """A LightningModule that records its wrapper and the results of validation."""
     lightning = load("lightning.pytorch")
 
     class Regression(lightning.LightningModule):
@@ -60,7 +61,7 @@ def regression(net: nn.Module) -> Any:
 
 
 def weighted_regression() -> Any:
-    """The recipe of docs/howto/lightning.md, in float64; `losses` has that of each step."""
+    """The recipe of docs/howto/lightning.md in float64. `losses` has the loss of each step."""
     lightning = load("lightning.pytorch")
 
     class Weighted(lightning.LightningModule):
@@ -93,7 +94,8 @@ def weighted_regression() -> Any:
 
 
 def unequal_loader(rank: int, world: int) -> DataLoader[Any]:
-    """Four batches of six samples in all, of which every rank but the first has one."""
+    """Four batches with six samples in total. Every rank except the first gets one of the
+    batches."""
     samples = loader(dtype=torch.float64).dataset
     batches = []
     for begin in range(0, SAMPLES, 6):
@@ -105,7 +107,7 @@ def unequal_loader(rank: int, world: int) -> DataLoader[Any]:
 
 @contextlib.contextmanager
 def launched_by_torchrun(rank: int, world: int) -> Iterator[None]:
-    """Lightning takes this process for a rank that torchrun has started."""
+    """Make Lightning treat this process as a rank that torchrun has started."""
     values = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -124,21 +126,21 @@ def launched_by_torchrun(rank: int, world: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer(rank: int, world: int, strategy: Any = "apex", **options: Any) -> Iterator[Any]:
-    """A Trainer that writes nothing; valid within the block."""
+    """A Trainer that writes nothing. It is valid within the block."""
     lightning = load("lightning.pytorch")
     load("apex.parallel.integrations.lightning")
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     common = {"accelerator": "cpu", "devices": world, "strategy": strategy, "max_epochs": 2}
-    # Lightning's own sampler shuffles.
+    # Lightning's own sampler would shuffle.
     kept = {"enable_checkpointing": False, "use_distributed_sampler": False}
     with launched_by_torchrun(rank, world):
         yield lightning.Trainer(**{**quiet, **kept, **common, **options})
 
 
 def plain(world: int, batches: int = 1, epochs: int = 2, sync: bool = False) -> nn.Module:
-    """The oracle: one process, without Lightning, on the batches of all ranks.
+    """The reference: one process without Lightning, on the batches of all ranks.
 
-    Without `sync` each rank's part is normalized alone, and its running statistics are rank 0's.
+    Without `sync`, each rank's slice is normalized separately, and running statistics are rank 0's.
     """
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.distributed as it is with NCCL, without a GPU: over Gloo, with NCCL's rules."""
+"""Makes torch.distributed behave as with NCCL, without a GPU: over Gloo, with NCCL's rules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from apex.parallel import _options
 
 @contextlib.contextmanager
 def eager_nccl() -> Iterator[list[str]]:
-    """As after ``init_process_group("nccl", device_id=...)``; yields what torch is asked for.
+    """Behave as after ``init_process_group("nccl", device_id=...)``. Yields the calls to torch.
 
-    torch then makes groups by ncclCommSplit: new_group() splits the communicator of the default
-    group, for which all its ranks have to come, also where use_local_synchronization=True.
-    split_group() splits that of the group that it is given, for all of its ranks. No collective may
-    be outstanding on the device, so each split has to follow a synchronization of the host with it.
+    torch then creates groups by ncclCommSplit. new_group() splits the communicator of the default
+    group, so all its ranks have to call it, even with use_local_synchronization=True. split_group()
+    splits the communicator of a given group, for all of its ranks. No collective may be outstanding
+    on the device, so the host must synchronize with the device before each split.
     """
     world: Any = dist.group.WORLD
     real_new_group = dist.new_group
@@ -76,7 +76,7 @@ def eager_nccl() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def unnamed_backends() -> Iterator[None]:
-    """As after ``init_process_group()`` without a backend, on a machine with GPUs.
+    """Behave as after ``init_process_group()`` without a backend, on a machine with GPUs.
 
     Gloo serves tensors on the CPU, and NCCL those on a GPU.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training scripts in miniature, in the order of calls of NVIDIA's DeepLearningExamples.
+"""Miniature training scripts that make the same calls as NVIDIA's DeepLearningExamples.
 
-SSD, BERT pretraining, Tacotron2 and ResNet-50: what they import, how they set up and what they do
-in a step, with models and data of a few hundred numbers. Each ``train_*`` runs on one rank of
-``world``, on that rank's part of a batch, and returns the losses of the whole batch by step.
+SSD, BERT pretraining, Tacotron2 and ResNet-50: their imports, setup and training steps, with models
+and data of a few hundred numbers. Each ``train_*`` runs on one rank of ``world``, on that rank's
+slice of a batch, and returns the losses of the whole batch by step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def groups_with_and_without_decay(model: nn.Module, decay: float) -> list[dict[s
 
 
 def train_ssd(rank: int, world: int, level: str, steps: int = 12) -> list[float]:
-    torch.manual_seed(10 + rank)  # the wrapper sends rank 0's
+    torch.manual_seed(10 + rank)  # the wrapper broadcasts rank 0's
     ssd = Detector()
     optimizer = torch.optim.SGD(
         groups_with_and_without_decay(ssd, 5e-4), lr=0.2, momentum=0.9, weight_decay=5e-4
@@ -131,7 +131,7 @@ class Bert(nn.Module):
 
 
 class PolyWarmUpScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """Goes by the optimizer's own count of steps, which overflows do not advance."""
+    """Uses the optimizer's own count of steps, which overflows do not increment."""
 
     def __init__(self, optimizer: Any, warmup: float, total_steps: int) -> None:
         self.warmup, self.total_steps = warmup, total_steps
@@ -255,7 +255,7 @@ def train_bert(
                 loss = loss / args.accumulation
             with amp.scale_loss(loss, optimizer, delay_overflow_check=post) as scaled_loss:
                 scaled_loss.backward()
-        scheduler.step()  # the learning rate of this step
+        scheduler.step()  # sets the learning rate of this step
         stepped = take_optimizer_step(args, optimizer, model, overflow_buf, world)
         done += stepped
         if stepped:
@@ -438,7 +438,7 @@ def train_resnet(
 
 
 def same_on_all_ranks(tensors: Any, world: int) -> None:
-    """Every tensor has the same bits on every rank."""
+    """Check that every tensor is bitwise equal on all ranks."""
     for tensor in tensors:
         first = tensor.detach().clone()
         dist.broadcast(first, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The C++ programs that some tests run, and cmake for those that build some."""
+"""C++ programs that some tests run, and cmake for tests that build some."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def _build_folders() -> list[Path]:
 
 
 def cpp_program(*parts: str) -> Path:
-    """A program of the C++ build tree, by its path below it; skips the test where there is none."""
+    """A program of the C++ build tree, by its path in it. Skips the test if it does not exist."""
     for folder in _build_folders():
         program = folder.joinpath(*parts)
         if os.access(program, os.X_OK):
@@ -38,7 +38,7 @@ def cpp_program(*parts: str) -> Path:
 
 
 def _torchrun_options(processes: int) -> list[str]:
-    # The name of this host may not resolve, which takes seconds to find out.
+    # Resolving this host's name may take seconds to fail.
     return [
         *("--standalone", "--local-addr=localhost"),
         *(f"--nproc-per-node={processes}", "--no-python"),
@@ -46,14 +46,14 @@ def _torchrun_options(processes: int) -> list[str]:
 
 
 def torchrun(processes: int) -> list[str]:
-    """The command that starts so many processes of a program that is no Python script."""
+    """The command that starts this number of processes of a program that is not a Python script."""
     return [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(processes)]
 
 
 def run_torchrun(
     processes: int, *command: str, cwd: Path, env: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``torchrun(processes)``, forked from a process that has imported torch: see warm."""
+    """Run ``torchrun(processes)``, forked from a process that has imported torch (see warm)."""
     script, options = torch.distributed.run.__file__, _torchrun_options(processes)
     return run_script(script, *options, *command, cwd=cwd, env=env, timeout_s=timeout_s)
 
@@ -91,7 +91,7 @@ def make_torch(
 
 
 def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code and output of cmake, in an environment that names no torch."""
+    """Exit code and output of cmake, in an environment that does not name a torch."""
     hidden = (
         "Libtorch_ROOT", "Torch_ROOT", "TORCH_INSTALL_PREFIX", "CMAKE_PREFIX_PATH", "Torch_DIR",
         "NCCL_ROOT", "SKBUILD",
@@ -109,15 +109,15 @@ def cmake(*arguments: str, **environment: str) -> tuple[int, str]:
 
 
 def words(text: str) -> str:
-    """CMake breaks the lines of its messages; tests do not care where."""
+    """Undo CMake's line breaks in messages, whose positions do not matter to tests."""
     return " ".join(text.split())
 
 
 def require_nvcc(folder: Path, *options: str) -> str:
-    """The nvcc here; skips the test where there is none, or one that cannot do this.
+    """The nvcc of this machine. Skips the test if there is none, or if it does not work.
 
-    It is asked to compile and link an empty program with these options: it may be older than them,
-    refuse the host's compiler, or have no runtime library beside it.
+    It must compile and link an empty program with these options. It may be older than the options,
+    not support the host's compiler, or have no runtime library.
     """
     nvcc = shutil.which(os.environ.get("CUDACXX") or "nvcc")
     if nvcc is None:

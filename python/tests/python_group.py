@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process group that is written in Python: it has no backends, and all of its users share it."""
+"""A process group written in Python. It has no backends, and all of its users share it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class PythonWork(dist._Work):
-    """A collective whose end is awaited by a method of Python's."""
+    """A collective with a Python method that waits for its end."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class PythonWork(dist._Work):
 
 
 class Delegate(dist.ProcessGroup):
-    """As torchft's are: without a name. Calls are counted, and go to ``inner``."""
+    """Without a name, as torchft's groups. Calls are counted and forwarded to ``inner``."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the generators of random programs share: many are run, and those that fail made smaller."""
+"""Shared by the generators of random programs: runs many programs, and shrinks failing ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Generator(Generic[Program]):
     """A kind of program."""
 
     draw: Callable[[int], Program]
-    #: What is wrong with the first that fails, with its "program of seed S"; empty if nothing is.
+    #: The failure of the first failing program, with its "program of seed S"; empty if none fails.
     run: Callable[[list[Program]], str]
     smaller: Callable[[Program], Iterable[Program]]
     show: Callable[[Program], str] = str
@@ -31,7 +31,7 @@ def shrink(
     fails: Callable[[Program], bool],
     tries: int = 150,
 ) -> Program:
-    """The smallest program found that still fails."""
+    """The smallest failing program that was found."""
     while True:
         for less in smaller(program):
             tries -= 1
@@ -54,7 +54,7 @@ def arguments_of(description: str | None, worlds: tuple[int, ...] = ()) -> argpa
 
 
 def search(generator: Generator[Any], arguments: argparse.Namespace) -> int:
-    """Runs all seeds, prints those that fail, and returns whether any did."""
+    """Run all seeds, print the failing ones, and return whether any failed."""
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     failures, begin = 0, time.monotonic()
@@ -71,7 +71,8 @@ def search(generator: Generator[Any], arguments: argparse.Namespace) -> int:
 
 
 def _failing(generator: Generator[Any], programs: list[Any]) -> Iterable[tuple[Any, str]]:
-    """Runs them in batches of one world size; each that fails, and how."""
+    """Run the programs in batches of one world size. Yields each failing program and its
+    failure."""
     for world in sorted({program.world for program in programs}):
         todo = [program for program in programs if program.world == world]
         while todo:
@@ -80,7 +81,7 @@ def _failing(generator: Generator[Any], programs: list[Any]) -> Iterable[tuple[A
             if message:
                 seeds = [int(seed) for seed in re.findall(r"program of seed (\d+)", message)]
                 at = next((i for i, program in enumerate(batch) if program.seed in seeds), None)
-                if at is None:  # nobody could tell: time was up, say
+                if at is None:  # no rank reported it, for example because of a timeout
                     at = next((i for i, program in enumerate(batch) if generator.run([program])), 0)
                 alone = generator.run([batch[at]])
                 yield batch[at], alone or f"only after those before it: {message}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models and the oracle for tests of several wrappers at once."""
+"""Models and the reference for tests of several wrappers at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 class Net(nn.Module):
-    """Layers of equal size, so that swapped messages would fit; ``used`` picks some of them."""
+    """Layers of equal size, so that swapped messages would fit. ``used`` selects some of them."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -29,15 +29,16 @@ class Net(nn.Module):
         for i, layer in enumerate(self.layers):
             if used is None or i in used:
                 x = x + torch.tanh(layer(x))
-            if self.collective:  # the user's own, in the middle of the module
+            if self.collective:  # the user's own collective, in the middle of the module
                 dist.all_reduce(torch.ones(6, 6))
         return x
 
 
 def check_average(models: list[nn.Module], loss: Any, world: int, what: str) -> None:
-    """Compares .grad with that of ``loss(models, rank)``, one rank after the other."""
+    """Compare .grad with the gradients of ``loss(models, rank)``, computed for one rank at a
+    time."""
     memo: dict[int, Any] = {}
-    references = [copy.deepcopy(m, memo) for m in models]  # what is shared stays shared
+    references = [copy.deepcopy(m, memo) for m in models]  # shared modules stay shared
     for reference in references:
         reference.collective = False
         reference.double()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random programs with a ShardedOptimizer.
 
-The oracle: the plain optimizer on a copy of the module, with the same gradients. Bit for bit where
-elements are stepped by themselves; and the same bits on every rank.
+The reference is the plain optimizer on a copy of the module, with the same gradients. Elementwise
+optimizers must match it bitwise. All ranks must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from apex.parallel import DistributedDataParallel
 
 
 class RowNormalized(torch.optim.Optimizer):
-    """One that looks at more than an element, and counts its steps in the group."""
+    """Uses more than a single element, and counts its steps in the group."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
@@ -47,7 +47,7 @@ class RowNormalized(torch.optim.Optimizer):
                 p.sub_(held / (held.norm() + 1e-3), alpha=group["lr"] / group["steps"])
 
 
-#: Constructors with arguments. Muon takes parameters of two dimensions only.
+#: Constructors with arguments. Muon accepts only two-dimensional parameters.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.01}),
     "momentum": (torch.optim.SGD, {"lr": 0.005, "momentum": 0.9, "nesterov": True}),
@@ -144,12 +144,12 @@ def _groups(net: nn.Module, kind: str) -> Any:
 
 
 class Pair:
-    """A module with a ShardedOptimizer, and its copy with the plain one."""
+    """A module with a ShardedOptimizer, and a copy with the plain optimizer."""
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self.case = case
         pick = case.pick
-        torch.manual_seed(50 + rank)  # the wrapper takes rank 0's
+        torch.manual_seed(50 + rank)  # the wrapper broadcasts rank 0's
         matrices = case.name == "muon"
         self.net = Net(pick, matrices).to(case.dtype)
         self.wrapped = DistributedDataParallel(self.net, **case.ddp)
@@ -175,7 +175,7 @@ class Pair:
         )
 
     def backward(self, rank: int) -> None:
-        """Gradients of the wrapped module, which the twin gets, too."""
+        """Run backward of the wrapped module, and copy the gradients to the twin."""
         case, pick = self.case, self.case.pick
         to_none = pick.random() < 0.7
         self.sharded.zero_grad(set_to_none=to_none)
@@ -192,7 +192,7 @@ class Pair:
                 loss = self.wrapped(x, use).square().mean()
                 (self.scalers[0].scale(loss) if case.scaler else loss).backward()
         if case.scaler:
-            self.scalers[1].scale(torch.zeros(()))  # makes its state
+            self.scalers[1].scale(torch.zeros(()))  # creates its state
         for p, q in zip(self.net.parameters(), self.twin.parameters(), strict=True):
             q.grad = None if p.grad is None else p.grad.detach().clone()
 
@@ -219,7 +219,7 @@ class Pair:
             check_equal(p.detach(), q.detach(), f"{what}: {name}")
         check_same_on_all_ranks([p.detach() for p in self.net.parameters()], what)
         for mine, theirs in zip(self.sharded.param_groups, self.plain.param_groups, strict=True):
-            for name, value in theirs.items():  # after a load torch adds settings
+            for name, value in theirs.items():  # torch adds settings after a load
                 if name != "params":
                     check_equal(repr(mine[name]), repr(value), f"{what}: {name}")
 
@@ -241,12 +241,12 @@ class Pair:
 
 
 def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
-    """With an optimizer of other ranks, from a state dict of either optimizer."""
+    """Resume with an optimizer of other ranks, from a state dict of either optimizer."""
     pick = pair.case.pick
     pair.sharded.consolidate_state_dict(to=None)
     state = pair.sharded.state_dict()
     pair.check_state(state, "consolidated")
-    # The plain one takes it, and loads it as well: torch's casts some entries when it does.
+    # The plain optimizer loads it too, because torch casts some entries when it loads.
     fresh = pair.case.kind(_groups(pair.twin, pair.case.grouped), **pair.case.defaults)
     fresh.load_state_dict(copy.deepcopy(state))
     if pick.random() < 0.5:
@@ -265,7 +265,7 @@ def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
 
 
 def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
-    # All ways to cut the ranks in two: every rank has to make every group.
+    # All partitions of the ranks into two groups. Every rank has to create every group.
     groups = [
         [
             dist.new_group(list(range(first))),
@@ -299,7 +299,7 @@ def _run(rank: int, world: int, case: Case, groups: list[list[Any]]) -> None:
                     optimizer.add_param_group({"params": named})
                 else:
                     optimizer.add_param_group({"params": list(extra.parameters())})
-            pair.schedulers = []  # torch's do not follow added groups
+            pair.schedulers = []  # torch's schedulers do not support added groups
             grown = True
         pair.backward(rank)
         pair.step()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a job of three: one scenario after the other, in each of which some rank is late.
+"""One rank of a job of three. It runs scenarios in sequence; in each of them some rank is late.
 
     python stalls_program.py STORE RANK [SCENARIO...]
 
-Prints a line of JSON for each scenario: the verdict that this rank has printed in it, or null, and
-the rank and text of what its logger got.
+Prints a line of JSON per scenario: the report that this rank has printed in it, or null, and
+the rank and text that its logger received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORLD = 3
 
 
 class Late(nn.Module):
-    """Waits in forward or backward, on the rank that is told to, the next time."""
+    """Waits in the next forward or backward, on the chosen rank."""
 
     in_forward = in_backward = in_both = False
 
@@ -67,7 +67,7 @@ def hold_the_interpreter() -> None:
 
 
 def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """Name, the rank that is late, and what this rank does."""
+    """The scenarios: name, the late rank, and this rank's operation."""
     late = Late()
     ddp = build(late)
     for _ in range(3):
@@ -93,20 +93,20 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
         build(Late())
 
     def one_after_the_other() -> None:
-        """Rank 1 has come, and waits as well, when it is said."""
+        """When the stall is reported, rank 1 has arrived and waits as well."""
         if rank > 0:
             time.sleep((0.7 if rank == 1 else 2.5) * float(os.environ["APEX_STALL_SECONDS"]))
         step(ddp)
 
     def twice() -> None:
-        """At two places of one backward: each is said."""
+        """A rank is late at two places of one backward. Each is reported."""
         if rank == 1:
             late.in_backward = late.in_both = True
         step(ddp)
 
     def stopped() -> None:
         if rank == 1:
-            if os.fork() == 0:  # continues its parent
+            if os.fork() == 0:  # the child continues its parent
                 time.sleep(LATE_S)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
@@ -143,11 +143,11 @@ def main(store: str, rank: int, only: list[str]) -> None:
         if only and name not in only:
             continue
         run()
-        dist.barrier()  # torch's own
+        dist.barrier()  # torch's own barrier
         verdict = stall_report()
         new = verdict if verdict != last else None
         last = verdict
-        until = time.monotonic() + 60  # it is logged by a thread
+        until = time.monotonic() + 60  # a thread writes the log
         while new is not None and not records.got and time.monotonic() < until:
             time.sleep(0.01)
         logged, records.got = records.got, []

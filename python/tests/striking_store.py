@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A store in which a rank comes to grief at the moment in which it connects."""
+"""A store that makes a rank fail at the moment when it connects."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-CONNECTING = "apex/reducer/"  # a reducer's own connections: keys of the store begin with that
+CONNECTING = "apex/reducer/"  # the keys of a reducer's own connections begin with this
 
 
 class StrikingStore(dist.Store):
-    """Passes everything on to ``real``. Before this rank announces its address to the others with
-    which it connects, ``strike()`` is called."""
+    """Forwards everything to ``real``. Before this rank announces its address to its peers, it
+    calls ``strike()``."""
 
     def __init__(self, real: dist.Store, strike: Callable[[], None]) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def _random_case(rng: random.Random, world_size: int) -> dict:
     if sum(sizes) < 2:
         sizes[rng.randrange(world_size)] = 3
     channels = rng.choice([1, 2, 3, 7, 16, 33, 64, 130])
-    # The reference keeps dozens of tensors of the whole batch, in float64, on every rank.
+    # The reference keeps dozens of float64 tensors of the whole batch on every rank.
     while math.prod(spatial) * channels * sum(sizes) > 300_000:
         spatial[spatial.index(max(spatial))] //= 2
     return {
@@ -88,7 +88,7 @@ def _check_case(case: dict, rank: int, generator: torch.Generator) -> None:
         args = (x_ref, z_ref, weight, bias, 1e-3, channel_last)
         y_ref, mean, var = reference_batch_norm(*args, case["relu"])
         before_relu = reference_batch_norm(*args, False)[0].detach()
-        # Where the sign before the ReLU is a matter of rounding, the gradient is not compared.
+        # The gradient is not compared where rounding decides the sign before the ReLU.
         dy_all = draw(shape, dtype) * (before_relu.abs() > 0.05)
 
         x = _slice_of(x_all, sizes, rank).clone()

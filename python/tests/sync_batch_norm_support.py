@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shared by the tests of SyncBatchNorm: an obvious float64 reference, and ranks as processes."""
+"""Shared by the tests of SyncBatchNorm: a simple float64 reference, and ranks as processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {
 }
 
 
-#: Tests that use it make everything on each device: see the fixture ``device``.
+#: Tests with this parameter create all tensors on each device: see the fixture ``device``.
 DEVICES = [
     "cpu",
     pytest.param(
@@ -34,7 +34,7 @@ DEVICES = [
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where tensors and modules are made by default during the test."""
+    """Sets the default device of tensors and modules during the test."""
     with torch.device(request.param):
         yield request.param
 
@@ -46,7 +46,7 @@ def draw(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def fresh_seed() -> int:
-    """A new seed per run; APEX_TEST_SEED repeats one."""
+    """A new seed per run. APEX_TEST_SEED repeats one."""
     return int(os.environ.get("APEX_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
 
 
@@ -60,7 +60,7 @@ def reference_batch_norm(
     relu: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm written with primitive operations: output, mean, biased variance."""
+    """Batch norm from primitive operations: output, mean, biased variance."""
     channel = x.dim() - 1 if channel_last or x.dim() == 2 else 1
     others = [d for d in range(x.dim()) if d != channel]
     shape = [1] * x.dim()
@@ -81,7 +81,7 @@ def reference_batch_norm(
 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
-    """The largest error against the largest value is within the dtype's tolerance."""
+    """Check the largest error, relative to the largest value, against the dtype's tolerance."""
     actual = actual.detach().double()
     expected = expected.detach().double()
     assert actual.shape == expected.shape, f"{what}: {actual.shape} for {expected.shape}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The thin aliases onto torch's own implementations."""
+"""The thin aliases of torch's own implementations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_fused_sgd_parameter_with_a_late_first_gradient_steps_as_torchs(
                 optimizer = make([{"params": members}, {"params": [nn.Parameter(torch.ones(2))]}])
                 optimizer.load_state_dict(state)
             optimizer.zero_grad()
-            used = members if step > 2 else members[:1]  # the second comes late, a group never
+            # the second parameter gets gradients late, and one group never does
+            used = members if step > 2 else members[:1]
             sum((p - 1).pow(2).sum() for p in used).backward()
             optimizer.step()
         return [p.detach() for p in members]
@@ -86,7 +87,7 @@ def test_fused_sgd_parameter_with_a_late_first_gradient_steps_as_torchs(
 
 
 def _apexs(state: dict, name: str) -> dict:
-    """`state` in the layout of Apex's class: its settings only, and the step in the group."""
+    """`state` in the layout of Apex's class: only its settings, and the step in the group."""
     state = copy.deepcopy(state)
     kept = {
         "FusedAdam": ("params", "lr", "betas", "eps", "weight_decay"),
@@ -153,7 +154,7 @@ LOW_PRECISION = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 def test_fused_optimizer_of_low_precision_parameters_follows_float64(
     name: str, dtype: torch.dtype, cast: str
 ) -> None:
-    """Sizes below, at and beside those of vectors: pytorch#191763 is about whole vectors."""
+    """Sizes below, at and above vector sizes: pytorch#191763 affects whole vectors."""
     options = {"FusedAdam": {"eps": 0.1, "adam_w_mode": False}, "FusedSGD": {"momentum": 0.9}}[name]
     sizes = (3, 64, 67)
     members = [nn.Parameter(torch.randn(n)) for n in sizes]

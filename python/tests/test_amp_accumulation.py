@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients of several scale_loss contexts, with data-parallel wrappers that wait or do not."""
+"""Gradients of several scale_loss contexts, with wrappers that defer communication or do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE = {
 
 
 class Net(nn.Module):
-    """The second layer has no part in the last of the parts."""
+    """The second layer is not used in the last of the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _loss(model: nn.Module, rank: int, step: int, part: int) -> Tensor:
 
 
 def _reference(world: int, net: nn.Module) -> nn.Module:
-    """One process, all batches, float64, no scaling."""
+    """The reference: one process, all batches, float64, no scaling."""
     net = copy.deepcopy(net).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     with amp.disable_casts():
@@ -76,7 +76,7 @@ def _wrap(kind: str, net: nn.Module, views: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _waiting(wrapped: nn.Module, how: str, part: int) -> Any:
-    """How people tell a wrapper that all parts but the last do not communicate."""
+    """The usual ways to make a wrapper communicate only in the last part."""
     last = part == PARTS - 1
     if how == "every part" or last:
         if how == "disable_allreduce":
@@ -113,7 +113,7 @@ def _train(rank: int, level: str, kind: str, how: str, views: bool, bad: int | N
                         bad = None
         before = net.last.bias.detach().clone()
         optimizer.step()
-        # The other rank, too, has skipped the step; take it again.
+        # The other rank has skipped the step too. Repeat it.
         if not torch.equal(before, net.last.bias):
             step += 1
         what = f"{level}, {kind}, {how}, views={views}, step {step}"
@@ -182,7 +182,7 @@ def test_context_that_raises_leaves_the_gradients_of_earlier_ones(
         for delay in delays:
             _backward(model, optimizer, delay_unscale=delay)
         if raises_between:
-            _amp_state.loss_scalers[0]._loss_scale = 32.0  # the delayed ones have another scale
+            _amp_state.loss_scalers[0]._loss_scale = 32.0  # the delayed losses have another scale
             with (
                 pytest.raises(KeyError),
                 amp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer) as scaled,
@@ -272,7 +272,7 @@ def _two_models(level: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.usefixtures("fresh_amp")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_in_the_inner_of_two_contexts_leaves_the_outer_its_scale(level: str) -> None:
-    """Of one scaler: its scale changes when the outermost context has unscaled."""
+    """With one scaler, the scale changes when the outermost context has unscaled."""
     models, (one, two) = _two_models(level)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     reference = nn.Linear(5, 2)
@@ -290,7 +290,7 @@ def test_overflow_in_the_inner_of_two_contexts_leaves_the_outer_its_scale(level:
 
 
 def _defers(rank: int, world: int) -> None:
-    """Rank 0's first loss overflows, and the second has a scaler of its own."""
+    """Rank 0's first loss overflows, and the second loss has its own scaler."""
     for level in ("O1", "O2"):
         torch.manual_seed(0)
         model = nn.Linear(5, 2)
@@ -347,7 +347,7 @@ def test_zero_grad_after_an_overflow_leaves_the_next_step(level: str) -> None:
 @pytest.mark.usefixtures("fresh_amp")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_zero_grad_after_a_deferred_overflow_is_of_that_optimizer_alone(level: str) -> None:
-    """Both overflow; the optimizer whose gradients are cleared steps, the other one does not."""
+    """Both overflow. The optimizer whose gradients are cleared steps, the other one does not."""
     models, optimizers = _two_models(level)
     x = torch.randn(4, 5)
 
@@ -381,7 +381,7 @@ def test_zero_grad_after_a_deferred_overflow_is_of_that_optimizer_alone(level: s
 def test_gradients_cleared_between_forward_and_backward_are_not_stepped(
     level: str, way: str, skips: bool
 ) -> None:
-    """The gradient of every element is 1/4 in each iteration. Oracle: as many of them as steps."""
+    """Every gradient element is 1/4 in each iteration. Reference: that value times the steps."""
     model = nn.Linear(4, 3)
     for param in model.parameters():
         nn.init.zeros_(param)
@@ -408,9 +408,9 @@ def test_gradients_cleared_between_forward_and_backward_are_not_stepped(
 
 
 def _sums_itself(rank: int, world: int) -> None:
-    """BERT's script of DeepLearningExamples: several losses, then an all-reduce of its own.
+    """BERT's script of DeepLearningExamples: several losses, then its own all-reduce.
 
-    Oracle: the script's own decision is the same on all ranks and in time, and the masters are
+    Reference: the script's own decision is the same on all ranks and in time, and the masters equal
     those of plain SGD without the iteration that overflowed.
     """
     for bad_part in range(3):

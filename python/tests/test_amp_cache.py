@@ -23,7 +23,7 @@ from apex.parallel.LARC import LARC
 
 
 def casts_of(tensor: torch.Tensor, run: object) -> int:
-    """How often `run` casts `tensor`, by the profiler's count of conversions of its shape."""
+    """The number of casts of `tensor` in `run`, from the profiler's conversions of its shape."""
     with torch.profiler.profile(record_shapes=True) as profile:
         run()
     return sum(
@@ -88,7 +88,7 @@ def test_cache_evaluation_between_training_steps_changes_no_gradient(order: str,
                 with getattr(torch, how)():
                     assert not model(x).requires_grad
             continue
-        model(x)  # a forward whose graph is thrown away
+        model(x)  # a forward whose graph is discarded
         loss = model(x).float().pow(2).mean()
         assert loss.requires_grad
         optimizer.zero_grad()
@@ -273,7 +273,8 @@ def test_cache_write_that_moves_no_version_after_backward_counts(write: str, ent
 
 
 def test_cache_is_dropped_after_torch_has_put_its_own_function_back() -> None:
-    """Non-strict tracing (torch.compiler) replaces it for a while, and restores graph's."""
+    """Non-strict tracing (torch.compiler) replaces the function temporarily, and then restores
+    it."""
     model, _ = prepare(nn.Linear(4, 4, bias=False))
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
     backward(model(torch.eye(4)).float().sum())
@@ -281,7 +282,7 @@ def test_cache_is_dropped_after_torch_has_put_its_own_function_back() -> None:
 
 
 def test_cache_nested_backwards_and_double_backward_match_float32() -> None:
-    """A checkpoint recomputes inside a backward, and a second derivative uses the casts again."""
+    """A checkpoint recomputes inside a backward, and a second derivative reuses the casts."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     reference = copy.deepcopy(model)
@@ -312,7 +313,8 @@ def _bad_step(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("how", ["skipped", "raises", "closure raises"])
 @pytest.mark.parametrize("write", WRITES)
 def test_cache_write_after_a_step_that_is_none_counts(write: str, how: str) -> None:
-    """A forward with gradients between scale_loss and such a step leaves nothing stale."""
+    """A forward with gradients between scale_loss and a step without effect leaves no stale
+    cast."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if how == "raises":

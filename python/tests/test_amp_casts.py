@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Level O1: which type each class of functions runs in, and switching it off."""
+"""Level O1: the dtype in which each class of functions runs, and disabling it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(device: str, dtype: torch.dtype = torch.float16, **options: object) ->
 
 
 def matrix(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    # Positive and below 1: in the domain of every function of the tables.
+    # Positive and below 1, so in the domain of every function in the tables.
     return torch.linspace(0.1, 0.9, 16, device=device).reshape(4, 4).to(dtype)
 
 
@@ -192,7 +192,7 @@ def test_o1_promoting_function_takes_the_widest_type(name: str, device: str) -> 
     assert PROMOTE[name](half, single).dtype == torch.float32
     assert PROMOTE[name](single, half).dtype == torch.float32
     assert PROMOTE[name](single, single).dtype == torch.float32
-    if name != "bilinear":  # which has a float32 argument of its own
+    if name != "bilinear":  # bilinear has a float32 argument
         mixed = PROMOTE[name](half, single)
         with amp.disable_casts():
             assert torch.equal(mixed, PROMOTE[name](half.float(), single))
@@ -236,7 +236,7 @@ def test_o1_integers_and_doubles_stay(device: str) -> None:
     start(device)
     index = torch.arange(4, device=device)
     assert index.sum().dtype == torch.int64
-    if device == "cpu":  # CUDA has no product of integers
+    if device == "cpu":  # CUDA has no integer matrix product
         assert (index @ index).dtype == torch.int64
     double = matrix(device, torch.float64)
     assert (double @ double).dtype == torch.float64
@@ -401,7 +401,7 @@ def test_verbose_handle_names_the_cast(capsys: pytest.CaptureFixture[str]) -> No
 
 
 class Functions:
-    """A stand-in for a module with functions of the user."""
+    """A stand-in for a module with user functions."""
 
     @staticmethod
     def kinds(x: torch.Tensor, others: list[torch.Tensor], last: torch.Tensor) -> set[torch.dtype]:
@@ -438,7 +438,7 @@ def test_user_function_decorated_or_registered_casts_nested_arguments(
 
 @pytest.mark.parametrize("name", ["mm", "matmul", "einsum", "linear", "conv1d", "Tensor.mm"])
 def test_builtin_registered_as_float_computes_in_float32(name: str) -> None:
-    """The sum 300 * 300 * 2 is inf in float16, which the lists and autocast would cast to."""
+    """The sum 300 * 300 * 2 is inf in float16, to which the lists and autocast would cast."""
     a = torch.full((2, 2), 300.0)
     calls: dict[str, tuple[Any, Any]] = {
         "mm": (torch, lambda: torch.mm(a, a)),
@@ -462,7 +462,7 @@ def test_builtin_registered_as_float_computes_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "gelu", "exp"])
 def test_builtin_registered_as_half_computes_in_float16(name: str) -> None:
-    """Of functions that the lists have in float32; the user's word counts, as in Apex."""
+    """For functions that the lists run in float32. As in Apex, the user's registration wins."""
     module = torch if name == "exp" else nn.functional
     more = {"softmax": (1,), "layer_norm": ((3,),)}.get(name, ())
     amp.register_half_function(module, name)
@@ -512,7 +512,7 @@ def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: floa
     amp.init(device_types=("cpu",))
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
-    x = torch.full((1, 1), 1e6)  # no float16
+    x = torch.full((1, 1), 1e6)  # exceeds float16
     with torch.autocast("cpu", dtype=inside):
         result = linear(x)
         product = x @ torch.ones(1, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Master weights that somebody else than the optimizer's step changes: SAM, clamps, restores."""
+"""Master weights changed by code other than the optimizer's step: SAM, clamps, restores."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MASTERS = ["O2", "O2-bf16"]
 
 
 class Sam:
-    """Sharpness-aware minimization (Foret et al., 2021), as scripts have it: by hand, around the
-    optimizer that amp knows."""
+    """Sharpness-aware minimization (Foret et al., 2021), written manually around the optimizer that
+    amp knows, as in scripts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, restore: str) -> None:
         self.optimizer, self.rho, self.restore = optimizer, 0.5, restore
@@ -187,7 +187,7 @@ def test_changed_masters_that_the_model_does_not_have_are_refused_in_copies_too(
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("level", MASTERS)
 def test_masters_changed_between_scale_loss_and_step_count(level: str, trained: int) -> None:
-    """A weight decay by hand, say; the step brings it to the model."""
+    """For example a manual weight decay. The step copies it to the model."""
     model, optimizer = _trained(level, trained)
     _backward(model, optimizer, 5)
     for group in optimizer.param_groups:
@@ -227,12 +227,12 @@ def test_state_loaded_after_masters_were_changed_counts(
 @pytest.mark.parametrize("level", MASTERS)
 def test_parameter_written_after_a_load_does_not_bring_an_older_master_back(level: str) -> None:
     model, optimizer = _make(level)
-    optimizer.zero_grad()  # makes the master weights
+    optimizer.zero_grad()  # creates the master weights
     rounded = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(rounded[name])  # what the master weights of before the load round to
+            param.copy_(rounded[name])  # the values from before the load round to this
     for name, master in zip(rounded, amp.master_params(optimizer), strict=True):
         assert torch.equal(master, rounded[name].float()), name
 
@@ -266,7 +266,8 @@ def test_skipped_first_step_leaves_a_model_that_was_changed() -> None:
 
 @pytest.mark.parametrize("level", MASTERS)
 def test_parameter_frozen_between_scale_loss_and_step_is_stepped(level: str) -> None:
-    """As torch has it, which steps what has a gradient; the model gets what its master got."""
+    """As in torch, which steps every parameter with a gradient. The model gets its master's
+    value."""
     results = []
     for freezes in (False, True):
         model, optimizer = _trained(level, 2)
@@ -280,7 +281,7 @@ def test_parameter_frozen_between_scale_loss_and_step_is_stepped(level: str) -> 
 
 @pytest.mark.parametrize("level", MASTERS)
 def test_zero_grad_clears_what_was_frozen_since_its_backward(level: str) -> None:
-    """As torch has it; what stayed would count in the backward after it thaws."""
+    """As in torch. Otherwise the gradient would count in the backward after unfreezing."""
     model, optimizer = _trained(level, 2)
     _backward(model, optimizer, 5)
     for param in model.parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints: a resumed run equals, bit for bit, one that never stopped."""
+"""Checkpoints: a resumed run is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_pickled_model_keeps_float32_values(level: str, trained: int) -> None:
     for other in (pickled, twice, copy.deepcopy(twice), pickle.loads(pickle.dumps(model[0]))):
         for name, value in other.state_dict().items():
             assert torch.equal(value, state[name if name in state else f"0.{name}"]), name
-    # A pickled model trains on from these values.
+    # A pickled model continues training from these values.
     another = torch.optim.SGD(twice.parameters(), lr=0.0)
     train(twice, another, range(3, 4))
     for master, name in zip(
@@ -252,7 +252,7 @@ def test_averaged_model_averages_the_master_weights(level: str, average: str) ->
     model, optimizer = initialize(*build(0, "sgd"), level)
     reference, _ = build(0, "sgd")
     averaged = swa.AveragedModel(model, **options)
-    of_float32 = swa.AveragedModel(reference, **options)  # averages a model at O2, too
+    of_float32 = swa.AveragedModel(reference, **options)  # also averages a model at O2
     want = swa.AveragedModel(reference, **options)
     for step in range(30):
         train(model, optimizer, range(step, step + 1))
@@ -296,7 +296,7 @@ def test_assigning_a_float32_state_to_a_cast_model_is_refused(level: str) -> Non
 
 
 class Images(nn.Module):
-    """Whose output at O1 is float16, so that its plain mean would be a float16 loss."""
+    """At O1 its output is float16, so its plain mean would be a float16 loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,9 +313,9 @@ class Images(nn.Module):
 def test_model_restored_beside_the_first_without_amps_state_trains_on_as_that(
     level: str, initialize_first: bool, losses: int
 ) -> None:
-    """As NVIDIA's test of restoring: the scalers of the second model are new, and stay so.
+    """As in NVIDIA's test of restoring: the scalers of the second model are new, and stay so.
 
-    So no step may be skipped for the first scale, 2^16, alone.
+    So no step may be skipped only because of the first scale, 2^16.
     """
 
     def make() -> tuple[nn.Module, Any]:

@@ -48,7 +48,7 @@ def assert_same_on_all_ranks(value: float) -> None:
 
 
 def _skips_together(rank: int, world: int) -> None:
-    # One pair of processes for all levels: starting them takes longest.
+    # One pair of processes for all levels, because starting them takes most of the time.
     for level in ("O1", "O2", "O3"):
         _skips_together_at(rank, level)
 
@@ -57,7 +57,7 @@ def _skips_together_at(rank: int, level: str) -> None:
     model, optimizer = build(level, loss_scale="dynamic")
     for step in range(4):
         before = model.weight.detach().clone()
-        # Step 0: rank 1 overflows, step 2: rank 0, steps 1 and 3: nobody.
+        # Step 0: rank 1 overflows. Step 2: rank 0 does. Steps 1 and 3: no rank does.
         iterate(model, optimizer, overflow=(step, rank) in ((0, 1), (2, 0)))
         assert torch.equal(before, model.weight) == (step in (0, 2)), step
         assert_same_on_all_ranks(model.weight.float().sum().item())
@@ -87,7 +87,7 @@ def test_overflow_message_and_options_are_printed_by_rank_0_only(tmp_path: Any) 
 def _alone(rank: int, world: int) -> None:
     model, optimizer = build("O2", overflow_group=False)
     if rank == 1:
-        # Only this rank scales a loss, so nothing may wait for the other.
+        # Only this rank scales a loss, so it must not wait for the other.
         iterate(model, optimizer, overflow=True)
         assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
     else:
@@ -167,7 +167,7 @@ def test_wrapped_model_overflow_on_one_rank_skips_on_all() -> None:
 
 
 def _loaded_on_one_rank(rank: int, world: int) -> None:
-    """The scale, or the number of clean steps, is another one on rank 0."""
+    """On rank 0, the scale or the number of clean steps differs."""
     for level in ("O1", "O2", "O3"):
         for wrapper in WRAPPERS:
             for saved in ({"loss_scale": 1024.0}, {"unskipped": 1999}):
@@ -244,13 +244,13 @@ def test_scale_of_a_rank_without_data_does_not_count() -> None:
     run_ranks(2, _out_of_data)
 
 
-#: Largest difference of a loss from that of one process in float32, relative to it.
+#: Largest relative difference of a loss from that of one process in float32.
 TOLERANCE = {"O0": 1e-5, "O1": 0.01, "O2": 0.01, "O3": 0.02, "O1-bf16": 0.05, "O2-bf16": 0.05}
 STEPS = 12
 
 
 def regression() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A small network, eight inputs and their targets: the same on every rank."""
+    """A small network, eight inputs and their targets, the same on every rank."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
     return model, torch.randn(8, 6), torch.randn(8, 2)
@@ -274,7 +274,8 @@ def _follows_one_process(rank: int, world: int, want: list[float]) -> None:
         for accumulate in (False, True):
             model, x, y = regression()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            # From a scale that does not overflow, or the curves would differ by a skipped step.
+            # The initial scale does not overflow. Otherwise the curves would differ by a skipped
+            # step.
             model, optimizer = amp.initialize(
                 model, optimizer, opt_level=level, verbosity=0, max_loss_scale=2.0**8
             )
@@ -331,7 +332,7 @@ def _losses(level: str, mesh: Any, rank: int) -> list[float]:
     model = _mlp()
     if mesh is not None:
         for module in (model[2], model):
-            # By default the root keeps the gathered weights of the forward before the step.
+            # By default, the root keeps the weights gathered in the forward before the step.
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     model, optimizer = amp.initialize(
@@ -345,11 +346,11 @@ def _losses(level: str, mesh: Any, rank: int) -> list[float]:
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
             if step == 2 and _amp_state.loss_scalers[0].dynamic:
-                grad = model[0].weight.grad  # only one rank has what overflows
+                grad = model[0].weight.grad  # only one rank has the overflowing value
                 grad = grad if mesh is None else grad.to_local()
                 if mesh is None or rank == 1:
                     grad[-1, 0] = float("inf")
-        # Casts of the gathered weights, which the step and the next gathering change unseen.
+        # Casts of the gathered weights, which the step and the next gathering change unnoticed.
         assert model(x).requires_grad
         optimizer.step()
         losses.append(loss.item())
@@ -383,7 +384,7 @@ def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused(
 def _saves_changed_model(rank: int, world: int) -> None:
     model, optimizer = build("O2")
     with amp.scale_loss(model(torch.ones(2, 3)).float().mean(), optimizer) as scaled:
-        scaled.backward()  # makes the masters
+        scaled.backward()  # creates the masters
     optimizer.zero_grad()
     with torch.no_grad():
         model.weight.fill_(0.25)

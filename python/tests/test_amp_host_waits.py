@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How often an iteration makes the host wait for the device, and who decides to skip a step.
+"""How often the host waits for the device in an iteration, and where a skip is decided.
 
-Everything that brings a value to the host (``item``, ``bool``, ``float``, also inside C++) is one
-operator for the dispatcher, so it can be counted, on the CPU as well as on a GPU.
+Every copy of a value to the host (``item``, ``bool``, ``float``, also inside C++) is one operator
+for the dispatcher, so it can be counted, on the CPU as well as on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostReads(TorchDispatchMode):
 
 
 class Toy(nn.Module):
-    """Small whole numbers, so that gradients are exact in every type."""
+    """Small whole numbers, so that gradients are exact in every dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ KINDS = {"fused": {"fused": True}, "capturable": {"capturable": True}}
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU, which has the same kernels, pass for an accelerator."""
+    """Treat the CPU, which has the same kernels, as an accelerator."""
     monkeypatch.setattr(_device_skip, "_on_accelerator", lambda tensor: True)
     for name, module in tuple(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
@@ -113,7 +113,7 @@ def test_iteration_reads_nothing_with_optimizers_that_skip_on_the_device(
     model = Toy()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **KINDS[kind])
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    iterate(model, optimizer)  # the first step makes the state
+    iterate(model, optimizer)  # the first step creates the state
     with HostReads() as counter:
         for bad in (False, True, False):
             iterate(model, optimizer, bad)
@@ -143,7 +143,7 @@ def test_capturable_optimizer_skip_leaves_everything_as_it_was(
             tensors += [value for value in state.values() if torch.is_tensor(value)]
         return [tensor.detach().clone() for tensor in tensors]
 
-    iterate(model, optimizer, bad=True)  # no state yet: the host skips
+    iterate(model, optimizer, bad=True)  # without state, the host skips the step
     assert all(not state for state in optimizer.state.values())
     iterate(model, optimizer)
     before = everything()
@@ -168,7 +168,7 @@ def test_fused_optimizer_on_accelerator_skips_without_the_host(
     step = optimizer.step
     for iteration in range(5):
         bad = iteration in (0, 2)
-        # The overflow of the first loss must survive the clean second one.
+        # The overflow of the first loss must survive the clean second loss.
         backward(model, optimizer, bad=bad)
         backward(model, optimizer, loss_id=1)
         assert optimizer.step == step, "the host decided"
@@ -192,7 +192,7 @@ def test_fused_optimizer_on_accelerator_skips_without_the_host(
 def test_fused_sgd_overflow_in_the_first_step_leaves_no_momentum_behind(
     make: Any, level: str, accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What torch leaves uninitialized is often zero by chance.
+    # Uninitialized memory is often zero by chance.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:

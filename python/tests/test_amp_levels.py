@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""amp.initialize: levels and overrides, argument shapes, errors, and what happens to the model."""
+"""amp.initialize: levels and overrides, argument types, errors, and changes to the model."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_initialize_prints_options_unless_silent(capsys: pytest.CaptureFixture[s
 
 
 class Mixed(nn.Module):
-    """A model with everything a cast has to tell apart."""
+    """A model with everything that a cast has to distinguish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ Pair = collections.namedtuple("Pair", "x y")
 
 
 class Batch:
-    """A container of the user's, with a ``to`` method."""
+    """A user-defined container with a ``to`` method."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -409,7 +409,7 @@ def test_initialize_leaves_complex_and_integer_tensors_alone(level: str) -> None
         mine, want = getattr(model, name), getattr(reference, name)
         assert mine.dtype == want.dtype and torch.equal(mine, want), name
     x = torch.rand(3, 4)
-    # Saved before the step, since casts of O1 are for every module.
+    # Computed before the step, because casts of O1 apply to all modules.
     with amp.disable_casts():
         expected = reference(x)
     torch.testing.assert_close(model(x).float(), expected, rtol=2e-2, atol=2e-2)
@@ -430,7 +430,7 @@ def test_initialize_casts_recurrent_modules_and_batch_norm_by_level(level: str) 
 
 
 class Records(list):
-    """A list that carries more than its items."""
+    """A list with additional attributes."""
 
     note = ""
 
@@ -441,7 +441,7 @@ class Fields(dict):
 
 
 class Sealed(collections.abc.Mapping):
-    """A mapping that cannot be written to."""
+    """A read-only mapping."""
 
     def __init__(self, **items: object) -> None:
         self._items = items

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Master weights on several ranks: the same everywhere, however the parameters became the same."""
+"""Master weights on several ranks are equal, however the parameters became equal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _broadcast_by_reducer(model: nn.Module) -> nn.Module:
     return model
 
 
-#: Ways to give every rank the parameters of rank 0; the last ones leave gradients alone.
+#: Ways to broadcast rank 0's parameters. The last ones do not change gradients.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "apex": DistributedDataParallel,
     "torch": nn.parallel.DistributedDataParallel,
@@ -94,7 +94,8 @@ def _seed_per_rank(rank: int, world: int) -> None:
                 what = f"{level}, {way}, early={early}"
                 model, optimizer = _build(rank, level)
                 if early:
-                    optimizer.zero_grad()  # makes the masters, of parameters that are not sent yet
+                    # creates the masters of parameters that are not broadcast yet
+                    optimizer.zero_grad()
                 wrapped = share(model)
                 _check_ranks(model, optimizer, f"{what}, before the first step")
                 _train(wrapped, optimizer, rank, range(4))
@@ -106,7 +107,7 @@ def test_master_weights_seed_per_rank_are_the_same_on_every_rank(ranks: RankPool
 
 
 def _initialized_after_wrapping(rank: int, world: int) -> None:
-    # As mmengine's ApexOptimWrapper does: inside the first iteration, with the wrapped module.
+    # As in mmengine's ApexOptimWrapper: inside the first iteration, with the wrapped module.
     for level in ("O1", "O2", "O3"):
         for own in (True, False):
             torch.manual_seed(rank)
@@ -204,7 +205,7 @@ def _resumed(rank: int, world: int) -> None:
         for wrap in ("first", "last"):
             for order in ("model, optimizer", "optimizer, model", "model on rank 0"):
                 if (wrap, order) == ("first", "model on rank 0"):
-                    continue  # nobody sends it then
+                    continue  # no broadcast happens then
                 model, optimizer = _build(50 + rank, level)
                 wrapped = DistributedDataParallel(model) if wrap == "first" else model
                 if order == "optimizer, model":
@@ -275,7 +276,7 @@ def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
         optimizer.zero_grad()
         check_equal(next(amp.master_params(optimizer)).detach(), exact, "master weight")
         with torch.no_grad():
-            model.weight[0] = 2.0  # after the masters were made, and before the first step
+            model.weight[0] = 2.0  # after the masters were created, and before the first step
         expected = exact.clone()
         expected[0] = 2.0
         check_equal(next(amp.master_params(optimizer)).detach(), expected, "what was written")
@@ -284,8 +285,8 @@ def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
 
 
 def _restored_by_hand(rank: int, world: int) -> None:
-    """A checkpoint of Apex's time: its script writes ``.data`` of ``amp.master_params``, which
-    torch does not count. Oracle: the bits that were saved, and a step from there."""
+    """A checkpoint of an old script, which writes ``.data`` of ``amp.master_params`` without a
+    version change. Reference: the saved bits, and a step from there."""
     for early in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)

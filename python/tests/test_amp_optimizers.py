@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers under amp: several of everything, overflow, delays, masters, new groups."""
+"""Optimizers under amp: several optimizers and losses, overflow, delays, masters, new groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 class Toy(nn.Module):
-    """Small whole numbers, so that gradients are exact in every type."""
+    """Small whole numbers, so that gradients are exact in every dtype."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Toy(nn.Module):
         return (F.linear(x, self.weight).float() * self.gain).sum() * 2.0**-12
 
 
-#: name: for each loss, the models it uses and the optimizers it is for; for each optimizer, its
-#: models; and the loss ids.
+#: By name: for each loss, its models and optimizers; for each optimizer, its models; and the loss
+#: ids.
 SCENARIOS = {
     "two losses, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 0)),
     "two losses with ids, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 1)),
@@ -72,7 +72,7 @@ STEPS = 4
 def train(
     scenario: str, level: str | None, options: dict, bad: tuple[int, int] | None, zero: str
 ) -> list[torch.Tensor]:
-    """Train and return the parameters; `bad` is the (step, loss) whose gradient gets an inf."""
+    """Train and return the parameters. `bad` is the (step, loss) whose gradient gets an inf."""
     losses, owners, ids = SCENARIOS[scenario]
     models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
     # One parameter of each optimizer is float32 at every level.
@@ -287,7 +287,7 @@ def test_step_with_gradients_left_scaled_is_refused_and_changes_nothing(
         assert torch.equal(master, value)
     stepped.zero_grad()
     if how == "skipped step":
-        stepped.step()  # the one that is skipped
+        stepped.step()  # the step that is skipped
     closure()
     backward(model, stepped)
     stepped.step()
@@ -394,7 +394,7 @@ def test_add_param_group_mid_training_matches_float32(level: str, bad: int | Non
             )
         for step in range(4):
             if step == 1:
-                # In the middle of an iteration's gradients, with another learning rate.
+                # In the middle of gradient accumulation, with another learning rate.
                 optimizer.add_param_group({"params": models[1].parameters(), "lr": 2.0**3})
             loss = models[0](X) + models[1](X)
             context = contextlib.nullcontext(loss) if level is None else None
@@ -563,7 +563,7 @@ def _lbfgs_losses(level: str | None, **options: object) -> tuple[list[float], nn
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        # Gradients of 2**16 times this do not fit into float16.
+        # Gradients times 2**16 do not fit into float16.
         loss = (model(X).float() - 3).square().sum()
         context = contextlib.nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer)
         with context as scaled:
@@ -609,7 +609,7 @@ def test_closure_that_overflows_at_any_scale_raises_and_leaves_no_skip() -> None
 
 
 def _shared(level: str | None, contexts: str) -> list[torch.Tensor]:
-    """Two optimizers hold all parameters, and each has its own state."""
+    """Two optimizers hold all parameters. Each has its own state."""
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(3, 2)
     optimizers: list[torch.optim.Optimizer] = [
@@ -653,7 +653,7 @@ def test_optimizer_made_anew_goes_on_from_the_master_weights() -> None:
     for master, value in zip(amp.master_params(optimizer), masters, strict=True):
         assert torch.equal(master, value)
     with torch.no_grad():
-        model.weight.fill_(7.0)  # before the first step of a third one
+        model.weight.fill_(7.0)  # before the first step of a third optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.zero_grad()
     backward(model, optimizer)
@@ -821,7 +821,7 @@ def test_zero_redundancy_optimizer_without_master_weights_trains(
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Around another optimizer, without the constructor of the base class, as in timm."""
+    """Wraps another optimizer and skips the base class's constructor, as in timm."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._base_optimizer = base
@@ -859,7 +859,7 @@ def test_optimizer_around_another_trains_skips_and_resumes_like_it(level: str) -
 
         model, optimizer = make()
         for step in range(6):
-            if step == 3 and resumed:  # nothing has made master weights before the load
+            if step == 3 and resumed:  # no master weights exist before the load
                 saved = copy.deepcopy(
                     (model.state_dict(), optimizer.state_dict(), amp.state_dict())
                 )

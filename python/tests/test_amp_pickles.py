@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers that amp has not seen yet: made after initialize and loaded, or unpickled."""
+"""Optimizers that amp does not know yet: created after initialize and loaded, or unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAKERS = {**OPTIMIZERS, "lamb": lambda p: FusedLAMB(p, lr=1e-3)}
 
 
 def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model at O2 and an optimizer that amp has not seen."""
+    """A model at O2 and an optimizer that amp does not know."""
     model, _ = build(0, "sgd")
     model = amp.initialize(model, opt_level="O2", loss_scale="dynamic", num_losses=2, verbosity=0)
     return model, MAKERS[name](model.parameters())

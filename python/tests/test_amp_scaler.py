@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scaler's Python face: policy, attributes, limits."""
+"""The loss scaler's Python interface: policy, attributes, limits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_initialize_passes_limits_and_makes_one_scaler_per_loss() -> None:
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts operations; ``_local_scalar_dense`` is the one that brings a number to the host."""
+    """Counts operations. ``_local_scalar_dense`` is the one that copies a number to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
 def test_iteration_waits_for_the_device_only_to_decide_a_skip(
     level: str, scale: object, fused: bool, syncs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Fused optimizers skip by themselves on accelerators; here they are made to on the CPU.
+    # Fused optimizers skip steps themselves on accelerators. This makes them do so on the CPU.
     monkeypatch.setattr(_overflow, "skips_on_device", lambda stashes: fused)
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
     optimizer = torch.optim.Adam(model.parameters(), fused=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A second amp.initialize, of another model, does not change how the first model trains."""
+"""A second amp.initialize, for another model, does not change how the first model trains."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_first_model_trains_as_if_there_were_no_second(
     mine, my_scale, my_state = first(second=True)
     assert my_scale == scale < 2.0**16
     for a, b in zip(mine, want, strict=True):
-        if level == "O1":  # casts are of the thread: the last initialize decides about them
+        if level == "O1":  # casts belong to the thread, so the last initialize determines them
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
         else:
             assert torch.equal(a, b)
-    if not with_optimizer:  # a model for inference: the checkpoint is that of the first
+    if not with_optimizer:  # an inference model: the checkpoint is the first model's
         assert my_state == state
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a script does with gradients, in any order, has the effect that it has without amp.
+"""Any sequence of operations on gradients has the same effect with amp as without.
 
-Contexts, discarded batches, steps without a new backward, bodies that raise, gradients set to zero
-or None by whom ever: random sequences of them against float32 without amp.
+Random sequences of contexts, discarded batches, steps without a new backward, bodies that raise,
+and gradients set to zero or None in several ways are compared with float32 without amp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEEDS = range(40)
 
 
 class Net(nn.Module):
-    """The second layer has a part in some batches only; the norm is float32 at O2."""
+    """The second layer is used in some batches only. The norm is float32 at O2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ DISCARDS: dict[str, Callable[[Any], None]] = {
 
 
 class Run:
-    """A sequence at a level, or without amp (None)."""
+    """A sequence of operations at a level, or without amp (None)."""
 
     def __init__(
         self, level: str | None, world: int = 1, rank: int = 0, scale: Any = "dynamic"
@@ -77,7 +77,7 @@ class Run:
         torch.manual_seed(0)
         self.net: nn.Module = Net()
         self.level, self.world, self.rank = level, world, rank
-        # eps: otherwise rounding decides on the sign of the first steps.
+        # Without eps, rounding could flip the sign of the first steps.
         self.optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=0.02, eps=0.1)
         self.wrapped = self.net
         if level is not None:
@@ -89,7 +89,7 @@ class Run:
         self.overflowed = False
 
     def losses(self, seed: int, both: bool) -> list[Tensor]:
-        """This rank's loss; without amp those of all ranks, each with its own statistics."""
+        """This rank's loss. Without amp, those of all ranks, each with its own statistics."""
         ranks = [self.rank] if self.level is not None else range(self.world)
         x = [
             torch.randn(8, 3, generator=torch.Generator().manual_seed(9 * seed + r)) for r in ranks
@@ -100,7 +100,7 @@ class Run:
     def backward(self, seed: int, kind: str, both: bool) -> None:
         if self.level is None and kind == "raise":
             with torch.no_grad():
-                self.losses(seed, both)  # batch norm counts it
+                self.losses(seed, both)  # batch norm counts this forward
             return
         loss = sum(self.losses(seed, both))
         if self.level is None:
@@ -144,14 +144,15 @@ def _draw(seed: int, level: str, world: int = 1) -> list[tuple[Any, ...]]:
             overflowed |= drawn == "overflow"
             unseen = unseen and drawn == "raise"
         elif kind == "discard" or delayed or unseen:
-            # With several ranks an overflow is over where gradients are None.
+            # With several ranks, an overflow is cleared if gradients are None.
             none = overflowed and world > 1
             sequence.append(("discard", rng.choice(["model", "None"] if none else ways)))
-            unseen = sequence[-1][1] == "data.zero_" and not delayed  # for a step, by torch
+            # torch does not detect it at a step
+            unseen = sequence[-1][1] == "data.zero_" and not delayed
             delayed = overflowed = False
         else:
             sequence.append(("step",))
-            if overflowed:  # what gradients are then is not promised
+            if overflowed:  # the gradients are undefined then
                 sequence.append(("discard", "optimizer"))
                 overflowed = False
     return [*sequence, ("discard", "optimizer"), ("backward", 5, "", True), ("step",)]
@@ -163,7 +164,7 @@ def _compare(level: str, sequence: list[tuple[Any, ...]], world: int = 1, rank: 
     mine = Run(level, world, rank)
     mine.run(sequence)
     what = f"{level}: {sequence}"
-    # Before the masters are made the optimizer has the model's parameters.
+    # Before the masters are created, the optimizer holds the model's parameters.
     for master, expected in zip(
         amp.master_params(mine.optimizer), want.net.parameters(), strict=True
     ):
@@ -196,7 +197,7 @@ def test_discarded_batch_leaves_no_gradient(level: str, way: str) -> None:
     batch = ("backward", 1, "", True)
     _compare(level, [batch, ("discard", way), ("backward", 2, "", True), ("step",)])
     _compare(level, [batch, batch, ("discard", way), ("backward", 2, "", False), ("step",)])
-    if way != "data.zero_":  # which torch does not count
+    if way != "data.zero_":  # data.zero_ does not change the version
         _compare(level, [batch, ("step",), batch, ("discard", way), ("step",)])
 
 
@@ -235,7 +236,7 @@ def test_model_gradients_are_the_rounded_sum_of_all_contexts(level: str) -> None
 
 
 class Pair(nn.Module):
-    """Of `small` the gradient is 1e-9, of `large` 1."""
+    """The gradient of `small` is 1e-9, that of `large` is 1."""
 
     def __init__(self) -> None:
         super().__init__()

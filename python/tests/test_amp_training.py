@@ -92,7 +92,7 @@ def test_digits_loss_curve_follows_float32(level: str, device: str) -> None:
     reference = float32_curve(device)
     curve, accuracy = train(level, device)
     assert accuracy > 0.85
-    # Sums on a GPU come in another order every time, also in float32.
+    # Sums on a GPU have a different order every time, also in float32.
     tolerance = TOLERANCE[level] + (0.01 if device == "cuda" else 0)
     for epoch, (mine, want) in enumerate(zip(curve, reference, strict=True)):
         assert abs(mine - want) <= tolerance * (want + 0.1), (epoch, curve, reference)

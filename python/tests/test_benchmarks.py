@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmarks make of the results in benchmarks/results: the page's tables, and plots.
+"""The page's tables and plots that the benchmarks make from benchmarks/results.
 
 Nothing is measured here.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""bucket_plan() and load_bucket_plan(): plans that are loaded, and those that are refused."""
+"""bucket_plan() and load_bucket_plan(): accepted and refused plans."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _loads(rank: int, world: int, options: dict[str, Any]) -> None:
     check_step(ddp, rank, world, 0)
     names = [name for bucket in ddp.bucket_plan() for name in bucket]
 
-    # Another run of the same model uses it; rank 0's counts.
+    # Another run of the same model loads it. Rank 0's plan is used.
     again = DistributedDataParallel(make(), **options)
     plan = [names[:5], names[5:6], names[6:]]
     again.load_bucket_plan(plan if rank == 0 else [[name] for name in names])
@@ -59,7 +59,7 @@ def _loads(rank: int, world: int, options: dict[str, Any]) -> None:
         check_step(again, rank, world, step)
         check_equal(again.bucket_plan(), plan, "plan that was loaded")
     check_equal(again.statistics()["plans_learnt"], 1, "plans recorded")
-    # It does not fit any more: buckets are made from sizes.
+    # The plan does not match any more, so buckets are assigned by size.
     again.module[0].weight.requires_grad_(False)
     check_step(again, rank, world, 8)
     held = [name for bucket in again.bucket_plan() for name in bucket]

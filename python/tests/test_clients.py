@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Released packages that call apex: scripts/clients.sh installs them and runs this file.
+"""Released packages that use apex. scripts/clients.sh installs them and runs this file.
 
 Lightning, transformers and mmengine have files of their own.
 """
@@ -85,7 +85,7 @@ def test_timm_models_convert_and_train() -> None:
 
 
 def _whole_batch(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
-    """One step on two halves of a batch, against one process with plain batch norm in float64."""
+    """Compare one step on two halves of a batch with one process, plain batch norm and float64."""
     model = load("timm").create_model(name, num_classes=3, **options).double()
     plain = copy.deepcopy(model)
     x, y = torch.randn(4, 3, 32, 32).double(), torch.tensor([0, 1, 2, 1])
@@ -160,7 +160,7 @@ def test_timm_averages_saves_and_loads_a_wrapped_model(ranks: RankPool, tmp_path
 
 
 def test_timm_fusedlamb_is_ours_behind_timms_own_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm refuses its fused optimizers where there is no CUDA; ours would run there."""
+    """timm refuses its fused optimizers without CUDA, where ours would work."""
     create = client("timm.optim").create_optimizer_v2
     model, _ = model_and_optimizer()
     if not torch.cuda.is_available():
@@ -171,7 +171,7 @@ def test_timm_fusedlamb_is_ours_behind_timms_own_assertion(monkeypatch: pytest.M
     monkeypatch.undo()
     assert type(optimizer) is FusedLAMB
     twin = copy.deepcopy(model)
-    groups = [  # timm's: no decay for biases
+    groups = [  # timm's groups: no decay for biases
         {"params": [p for p in twin.parameters() if p.dim() == 1], "weight_decay": 0.0},
         {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
     ]
@@ -223,7 +223,7 @@ def test_ignite_training_step_equals_a_loop_with_amp(level: str, accumulated: in
         assert torch.equal(ours, direct)
 
 
-#: Behind the program of the page, on each rank: one process, with all samples of each step.
+#: Appended to the page's program on each rank: one process, with all samples of each step.
 EPOCHS_OF_ONE_PROCESS = """
 alone = torch.nn.Linear(4, 1)
 alone.load_state_dict(before)
@@ -335,7 +335,7 @@ def test_accelerate_saves_and_loads_the_state_of_a_wrapped_model(
     ranks.run(2, _saves_state, str(tmp_path))
 
 
-#: Behind the program of the page, on each rank: one process, with the samples of all ranks.
+#: Appended to the page's program on each rank: one process, with the samples of all ranks.
 EPOCH_OF_ONE_PROCESS = """
 x, y = data.tensors
 weight, bias = before
@@ -356,7 +356,7 @@ torch.testing.assert_close(model.module.bias.detach(), bias)
 
 @pytest.mark.processes
 def test_accelerate_program_of_the_page_equals_one_process(tmp_path: Path) -> None:
-    """Two steps: of two micro-batches on each rank, and of one, with four and two samples."""
+    """Two steps, of two and of one micro-batch per rank, with four and two samples."""
     client("accelerate")
     code = program_of("libraries.md", "from accelerate import")
     made, wrapped = "model = torch.nn", 'model = DDP(model, gradient_average="weighted")\n'
@@ -371,7 +371,7 @@ def test_accelerate_program_of_the_page_equals_one_process(tmp_path: Path) -> No
     assert len(losses) == 2
     assert norms[0] > 5 > norms[1]  # one of the two is clipped
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
-    # The negative control: means of micro-batches that count alike.
+    # The negative control: micro-batches with equal weights.
     plain = code.replace("model.weight(len(x))", "model.weight(1)").replace('"sum"', '"mean"')
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run_program(plain + EPOCH_OF_ONE_PROCESS, 2, tmp_path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """apex.parallel.integrations.lightning under Lightning's released Trainer.
 
-The oracle of a training is a loop without Lightning, in one process, on the batches of all ranks.
+The reference is a training loop without Lightning, in one process, on the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lightning(request: pytest.FixtureRequest) -> None:
 
 
 def check_equals(net: nn.Module, expected: nn.Module, buffers: bool = True) -> None:
-    """The parameters on all ranks to rounding, and to the bit between ranks."""
+    """Check the parameters against the reference up to rounding, and bitwise between ranks."""
     state = expected.state_dict()
     for name, tensor in net.state_dict().items():
         if buffers or "running" not in name:
@@ -61,7 +61,7 @@ def _trains(rank: int, world: int) -> None:
     check_equal({type(w) for w in model.wrappers}, {DistributedDataParallel}, "the wrapper")
     check(job.strategy.model is model, "the module is still wrapped after fit")
     check(len(model.validated) > 2, "no validation")
-    check_equals(model.net, plain(world), buffers=rank == 0)  # the oracle has rank 0's
+    check_equals(model.net, plain(world), buffers=rank == 0)  # the reference has rank 0's
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -74,7 +74,7 @@ def _accumulates(rank: int, world: int) -> None:
     with trainer(rank, world, accumulate_grad_batches=3, max_epochs=1) as job:
         job.fit(model, loader(rank, world))
     check_equals(model.net, plain(world, batches=3, epochs=1), buffers=rank == 0)
-    # Three batches an epoch on each of two ranks, of which only the last is synchronized.
+    # Each of two ranks has three batches per epoch, of which only the last is synchronized.
     statistics = model.wrappers[0].statistics()
     check_equal(statistics["backwards"], 1, f"synchronized of {statistics}")
 
@@ -87,7 +87,7 @@ CLIP = 0.5
 
 
 def _weighs(rank: int, world: int) -> None:
-    """Three batches in the first step of an epoch, and one in the second."""
+    """The first step of an epoch has three batches, the second has one."""
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": CLIP}
     ours = load(MODULE).ApexStrategy
     model, plainly = weighted_regression(), weighted_regression()
@@ -112,7 +112,7 @@ def _weighs(rank: int, world: int) -> None:
     check(max(norms) > CLIP, f"clipping is not tested by {norms}")
     check_equals(model.net, expected.net)
     check_near(torch.tensor(model.losses), torch.tensor(losses), "losses", 1e-6)
-    # The negative control: what the same data give without weights.
+    # The negative control: the result without weights.
     found = plainly.net[0].weight - expected.net[0].weight
     check(found.abs().max() > 1e-3, f"the mean of means is only {found.abs().max()} off")
 
@@ -170,7 +170,7 @@ def test_resumed_equals_the_run_that_was_not_stopped_bitwise(
 
 
 def adversaries(made: nn.Module, judge: nn.Module) -> Any:
-    """Manual optimization: backward of one network and then the other runs in training_step."""
+    """Manual optimization. training_step runs backward of one network and then of the other."""
     base = load("lightning.pytorch").LightningModule
 
     class Adversaries(base):
@@ -229,7 +229,7 @@ def test_manual_optimization_of_two_networks_equals_a_plain_loop(ranks: RankPool
 
 
 def doubled(state: list[str], bucket: Any) -> Any:
-    """A hook whose trace is in the result: gradients count twice."""
+    """A hook whose effect is visible: gradients count twice."""
     state.append("called")
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(2 * bucket.buffer())
@@ -266,7 +266,7 @@ def _fails(rank: int, world: int) -> None:
         job.fit(model, loader(rank, world))
     check(job.strategy.model is model, "the module is still wrapped")
     type(model).training_step = step
-    with trainer(rank, world, max_epochs=1) as job:  # and it can be wrapped and trained again
+    with trainer(rank, world, max_epochs=1) as job:  # it can be wrapped and trained again
         job.fit(model, loader(rank, world))
     check_same_on_all_ranks(list(model.parameters()), "after a second fit")
 
@@ -307,7 +307,7 @@ def test_unknown_option_is_refused_by_name(option: str) -> None:
         ours(**{option: 1})
 
 
-#: In front of the page's program, and behind it, in each of its two processes.
+#: Prepended and appended to the page's program, in each of its two processes.
 BEFORE = "import clients_support\nclients_support.load('lightning.pytorch')\n"
 BEHIND = """
 weights = [p.detach().sum().item().hex() for p in model.parameters()]
@@ -316,7 +316,7 @@ print("\\nRESULT", strategy.global_rank, type(strategy).__name__, *weights, flus
 """
 
 
-#: The same behind the page's program with weights: also one process, with all samples of each step.
+#: Appended to the page's program with weights: one process, with all samples of each step.
 WEIGHTED = """
 order = torch.randperm(64, generator=torch.Generator().manual_seed(0))  # of Lightning's sampler
 x, y, mask = (tensor[order] for tensor in data.tensors)
@@ -335,7 +335,7 @@ torch.testing.assert_close(trainer.callback_metrics["loss"], loss.detach())
 
 
 def _printed(code: str, folder: Path) -> list[tuple[str, str, str]]:
-    """What the program's processes print as results: rank, strategy and parameters."""
+    """The printed results of the program's processes: rank, strategy and parameters."""
     client("lightning.pytorch")
     script = folder / "program.py"
     script.write_text(BEFORE + code + BEHIND)
@@ -373,7 +373,7 @@ def test_program_of_the_page_with_weights_equals_one_process(tmp_path: Path) -> 
 def test_without_lightning_the_import_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Runs where Lightning is installed, and where it is not."""
+    """Runs with and without Lightning installed."""
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
         monkeypatch.delitem(sys.modules, name)

@@ -2,7 +2,7 @@
 """mmengine's ApexOptimWrapper, on one and two ranks, in mmengine's own order of calls.
 
 mmengine wraps the model first and calls ``amp.initialize`` on the wrapped module later, in the
-first ``optim_context``; it loads a checkpoint before that.
+first ``optim_context``. It loads a checkpoint before that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apex.parallel import DistributedDataParallel, convert_syncbn_model
 
 pytestmark = pytest.mark.clients
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "libraries.md"
-#: What float16 costs against the float32 loop.
+#: The allowed difference of float16 from the float32 loop.
 CLOSE = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2}
 STEPS, ACCUMULATED, RATE = 6, 2, 0.1
 
@@ -49,7 +49,7 @@ def batches(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def wrapped(net: nn.Module) -> nn.Module:
-    """In our wrapper, which mmengine has to be told of: it passes what is inside to amp."""
+    """The model in our wrapper. mmengine must know it, to pass the inner module to amp."""
     load("mmengine.model")
     registry = load("mmengine.registry").MODEL_WRAPPERS
     registry.register_module(name="Apex", module=DistributedDataParallel, force=True)
@@ -69,7 +69,7 @@ def optimizer_of(net: nn.Module, level: str, loss_scale: Any = 128.0) -> Any:
 def train(
     model: nn.Module, optimizer: Any, data: list[tuple[Tensor, Tensor]], inside: bool = False
 ) -> None:
-    """Without `inside` as mmengine's own train_step, whose backward is outside the context."""
+    """Train. Without `inside`, backward is outside the context, as in mmengine's own train_step."""
     for x, y in data:
         with optimizer.optim_context(model):
             loss = nn.functional.mse_loss(model(x).float(), y)
@@ -80,7 +80,7 @@ def train(
 
 
 def plain() -> nn.Module:
-    """The oracle: a float32 loop without mmengine and amp, on the batches of all ranks."""
+    """The reference: a float32 loop without mmengine and amp, on the batches of all ranks."""
     net = network(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
     for number, (x, y) in enumerate(batches(0, 1), 1):
@@ -92,7 +92,7 @@ def plain() -> nn.Module:
 
 
 def _trains(rank: int, world: int, level: str, inside: bool) -> None:
-    model = wrapped(network(rank))  # a seed each: rank 0's parameters count
+    model = wrapped(network(rank))  # rank-specific seeds; rank 0's parameters are broadcast
     optimizer = optimizer_of(model, level)
     train(model, optimizer, batches(rank, world), inside)
     expected = plain().state_dict()
@@ -102,7 +102,7 @@ def _trains(rank: int, world: int, level: str, inside: bool) -> None:
     check_same_on_all_ranks(list(amp.master_params(optimizer.optimizer)), "master weights")
     half = torch.float16 if level == "O2" else torch.float32
     check_equal(model.module[0].weight.dtype, half, "parameters of level")
-    # no_sync() counts at backward here, so mmengine's context around forward alone saves nothing.
+    # no_sync() takes effect at backward, so mmengine's context around forward alone has no effect.
     synchronized = STEPS if inside else STEPS * ACCUMULATED
     check_equal(model.statistics()["backwards"], synchronized, "synchronized backwards")
 
@@ -140,7 +140,7 @@ def _resumes(rank: int, world: int, level: str, initialized: bool) -> None:
     net.load_state_dict(saved["net"])
     model = wrapped(net)
     optimizer = optimizer_of(model, level, "dynamic")
-    if initialized:  # as the hook of the page does
+    if initialized:  # as the page's hook does
         with optimizer.optim_context(model):
             pass
     optimizer.load_state_dict(saved["optimizer"])
@@ -167,7 +167,7 @@ def test_resumed_equals_the_run_that_was_not_stopped(
 
 
 def on_page() -> tuple[type[nn.Module], type[Any]]:
-    """The wrapper and the hook that docs/howto/libraries.md shows."""
+    """The wrapper and the hook of docs/howto/libraries.md."""
     load("mmengine.model")
     (code,) = re.findall(r"^```python\n(from apex.*?)^```$", PAGE.read_text(), re.M | re.S)
     names: dict[str, Any] = {}
@@ -239,10 +239,10 @@ def test_hook_of_the_page_initializes_amp(ranks: RankPool) -> None:
 
 
 def _runs(rank: int, world: int, folder: str) -> None:
-    """Runner: two epochs at once, and one and another one from its checkpoint."""
+    """Use Runner for two epochs in one run, and for one epoch and another from its checkpoint."""
     wrapper, hook = on_page()
     runner_of = load("mmengine.runner").Runner
-    # Six batches on each rank in an epoch: accumulation is complete where a checkpoint is written.
+    # Each rank has six batches per epoch, so that accumulation is complete at each checkpoint.
     samples = [{"x": x[i], "y": y[i]} for x, y in batches(0, 1) for i in range(2)]
 
     def make(name: str, epochs: int, seed: int, **options: Any) -> Any:
@@ -285,7 +285,7 @@ def _runs(rank: int, world: int, folder: str) -> None:
     checkpoint = f"{folder}/whole/epoch_1.pth"
     again = make("again", 2, 50 + rank, load_from=checkpoint, resume=True)
     with pytest.MonkeyPatch.context() as patch:
-        # mmengine's checkpoints hold objects of its own, which torch.load refuses by default.
+        # mmengine's checkpoints contain its own objects, which torch.load refuses by default.
         patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         again.train()
     check_equal(again.epoch, 2, "epochs")

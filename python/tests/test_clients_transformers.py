@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """apex.parallel.integrations.transformers under the released Trainer of transformers.
 
-The oracle of a training is a loop without a Trainer, in one process, on the samples of all ranks
-and micro-batches of a step.
+The reference is a training loop without a Trainer, in one process, on the samples of all ranks and
+micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from apex.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.clients, pytest.mark.processes]
 MODULE = "apex.parallel.integrations.transformers"
-#: Models of transformers compute their loss in float32, whatever the model's dtype is.
+#: transformers' models compute their loss in float32 for any dtype of the model.
 OF_FLOAT32 = 2e-6
 
 
@@ -58,7 +58,7 @@ def weighted() -> Any:
     return load(MODULE).WeightedTrainer
 
 
-#: In place of the last line of the page's program: also one process, with all samples of each step.
+#: Replaces the last line of the page's program: one process, with all samples of each step.
 STEPS_OF_ONE = """
 import copy
 
@@ -81,7 +81,7 @@ for found, step in zip(losses, 3 * [texts[:16], texts[16:]], strict=True):
 
 
 def gap(model: nn.Module, expected: nn.Module, start: nn.Module) -> float:
-    """The largest difference of parameters, by the largest change in training."""
+    """The largest difference of parameters, relative to the largest change in training."""
     differences, changes = [], []
     for found, wanted, old in zip(
         model.parameters(), expected.parameters(), start.parameters(), strict=True
@@ -94,14 +94,14 @@ def gap(model: nn.Module, expected: nn.Module, start: nn.Module) -> float:
 def check_trained(
     made: Any, result: Any, steps: list[Any], loss_of: Any, tolerance: float = OF_FLOAT32
 ) -> None:
-    """Parameters, losses and gradient norms are those of one process."""
+    """Check that parameters, losses and gradient norms equal those of one process."""
     expected = copy.deepcopy(made.start)
     losses, norms = plain(expected, steps, loss_of)
     check(CLIP < max(norms), f"clipping is not tested by {norms}")
     difference = gap(made.model, expected, made.start)
     check(difference <= tolerance, f"parameters are {difference:.3g} off")
     for name, wanted in (("loss", losses), ("grad_norm", norms)):
-        # The Trainer adds up losses in float32.
+        # The Trainer sums losses in float32.
         found = torch.tensor(logged(made, name), dtype=torch.float64)
         check_near(found, torch.tensor(wanted, dtype=torch.float64), name, OF_FLOAT32)
     mean = sum(losses) / len(losses)
@@ -127,7 +127,7 @@ def _trains(rank: int, world: int, accumulated: int) -> None:
 def test_trainer_on_ranks_equals_one_process_with_all_tokens(
     ranks: RankPool, world: int, accumulated: int
 ) -> None:
-    """Of 5 micro-batches (3 ranks: of 4) the last step has one."""
+    """Of 5 micro-batches (with 3 ranks, of 4), the last step has one."""
     ranks.run(world, _trains, accumulated)
 
 
@@ -195,7 +195,7 @@ def test_derived_trainer_of_an_encoder_and_decoder_equals_one_process(ranks: Ran
 
 
 def _has_unequal_batches(rank: int, world: int) -> None:
-    """Rank 0 has five micro-batches, of which the last has one sample, and rank 1 has four."""
+    """Rank 0 has five micro-batches, the last with one sample. Rank 1 has four."""
     samples = points(17)
     base = weighted()
 
@@ -239,7 +239,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def _streams(rank: int, world: int) -> None:
-    """The Trainer does not step at the end of an epoch whose length it does not know."""
+    """The length of an epoch is unknown, so the Trainer does not step at its end."""
     samples = texts(20)
     with job(rank, world):
         made = trainer(
@@ -353,7 +353,7 @@ def test_several_devices_in_a_process_are_refused() -> None:
 def test_without_transformers_the_import_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Runs where transformers is installed, and where it is not."""
+    """Runs with and without transformers installed."""
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     for name in ("accelerate", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Walks the table of Apex's names behind docs/compatibility_apex.md."""
+"""Checks the table of Apex's names in docs/compatibility_apex.md."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_page_is_that_of_the_table() -> None:
 
 
 def test_table_has_every_name_that_the_packages_have_from_apex() -> None:
-    """What is public here and not in the table is ours: nothing of Apex's was forgotten there."""
+    """Public names here that are not in the table must be this package's own."""
     ours = {
         "apex": {"__version__"},
         "apex.parallel": {

@@ -87,7 +87,7 @@ def by_torchrun(folder: Path, program: Path, script: Path, languages: list[str],
 
 
 def by_hand(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
-    """Ranks in Python are forked from a process that has imported torch."""
+    """Python ranks are forked from a process that has imported torch."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["WORLD_SIZE"] = str(len(languages))
 
@@ -107,7 +107,7 @@ def by_hand(folder: Path, program: Path, script: Path, languages: list[str], way
 
 
 def train(folder: Path, languages: list[str], way: str, start: Any) -> list[np.ndarray]:
-    """Parameters of every rank after training; `languages` says by rank what it is written in."""
+    """Parameters of every rank after training. `languages` lists the language of each rank."""
     script = folder / "rank.py"
     script.write_text(PYTHON_RANK)
     program = cpp_program("cpp", "tests", "package", "apex_cpp_rank")
@@ -121,7 +121,7 @@ def train(folder: Path, languages: list[str], way: str, start: Any) -> list[np.n
 @pytest.mark.processes
 @pytest.mark.parametrize("way", ["sgd", "larc", "no_sync", "join"])
 def test_job_of_cpp_and_python_ranks_parameters_bitwise_equal(tmp_path: Path, way: str) -> None:
-    # Rank 0's seed decides the first parameters, whatever it is written in.
+    # Rank 0's seed determines the initial parameters, in either language.
     results = []
     for languages in (["c++", "python"], ["python", "c++"], ["python", "python"]):
         folder = tmp_path / "-".join(languages)

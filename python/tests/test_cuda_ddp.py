@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel on CUDA in one process: what it launches; the host never waits."""
+"""DistributedDataParallel on CUDA in one process: its launches, and no host synchronization."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_step_many_small_parameters_launches_by_bucket(group: None, views: bool)
     added = _launches(step) - alone
     after = ddp.statistics()
     assert after["launched_in_backward"] - before["launched_in_backward"] == 1
-    # One multi-tensor call takes tens of tensors per launch; one kernel per parameter would be 200.
+    # One multi-tensor call handles tens of tensors per launch. One kernel per parameter would be
+    # 200.
     assert added <= 30, f"{added} launches more than without the wrapper"
 
 
@@ -86,7 +87,7 @@ def test_step_steady_state_never_waits_on_the_host(group: None, views: bool) -> 
     step = _stepper(ddp)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()  # anything that waits for the GPU raises
+        step()  # raises if anything waits for the GPU
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ddp.statistics()["usage_reads"] == 0
@@ -114,8 +115,8 @@ def test_step_captured_in_a_graph_replays_like_the_plain_loop(group: None, views
     stream.wait_stream(torch.cuda.current_stream())
     x = torch.zeros(4, 16, device="cuda")
     with torch.cuda.stream(stream):
-        # Wrapped on a stream that can be captured: gradients are accumulated on the stream that was
-        # current when the hooks were made.
+        # Wrapped on a stream that can be captured, because gradients are accumulated on the stream
+        # that was current when the hooks were created.
         ddp = DistributedDataParallel(copy.deepcopy(reference), gradient_as_bucket_view=views)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -125,7 +126,7 @@ def test_step_captured_in_a_graph_replays_like_the_plain_loop(group: None, views
             optimizer.step()
 
         warm_up = [torch.randn(4, 16, device="cuda") for _ in range(4)]
-        for batch in warm_up:  # learns the plan
+        for batch in warm_up:  # records the plan
             step(ddp, batch, optimizer)
     torch.cuda.synchronize()
     for batch in warm_up:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""SyncBatchNorm on CUDA in one process: what it launches, and that the host never waits.
+"""SyncBatchNorm on CUDA in one process: its launches, and no host synchronization.
 
-Its results there are tested beside the CPU's, in test_sync_batch_norm.py.
+test_sync_batch_norm.py tests its results, together with the CPU's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def device() -> Iterator[None]:
 
 
 def _kernels(body: Callable[[], object]) -> list[str]:
-    """The names of the kernels and memory operations that ``body`` puts on the GPU, in order."""
+    """The names of the kernels and memory operations that ``body`` launches on the GPU, in
+    order."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         body()
@@ -55,7 +56,7 @@ def test_step_takes_two_launches_per_direction(
     x = torch.randn(8, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
     z = torch.randn_like(x).requires_grad_()
     dy = torch.randn_like(x)
-    module(x, z).backward(dy)  # makes what is made once
+    module(x, z).backward(dy)  # the first call creates cached objects
     if not _kernels(lambda: torch.ones(3) + 1):
         pytest.skip("the profiler records no kernels here")
     outputs: list[Tensor] = []
@@ -85,7 +86,7 @@ def test_step_never_waits_on_the_host() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        module(x).backward(dy)  # anything that waits for the GPU raises
+        module(x).backward(dy)  # raises if anything waits for the GPU
         module(x[:0]).backward(dy[:0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -94,7 +95,8 @@ def test_step_never_waits_on_the_host() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channel_last", [False, True])
 def test_step_unaligned_memory_is_right(channel_last: bool, dtype: torch.dtype) -> None:
-    # One element past an address that 16-byte loads could take, though the sizes would allow them.
+    # The address is one element past a 16-byte boundary, although the sizes would allow 16-byte
+    # loads.
     shape = (6, 8, 10, 16) if channel_last else (6, 16, 8, 10)
     count = 6 * 16 * 8 * 10
     x = torch.randn(count + 1, dtype=torch.float64).to(dtype)[1:].view(shape).requires_grad_()
@@ -192,8 +194,8 @@ def test_step_more_than_2_to_the_32_elements_is_right(channel_last: bool) -> Non
     free, _ = torch.cuda.mem_get_info()
     if free < 48 << 30:
         pytest.skip("needs 48 GB of GPU memory")
-    # Ones, and as many threes, which lie past what 31 and 32 bits can count: without them the
-    # mean is 1 and no value is normalized to -1.
+    # Ones and the same number of threes. The threes are beyond 31- and 32-bit counts. Without them,
+    # the mean is 1 and no value is normalized to -1.
     rows, channels = (1 << 30) + 5000, 4
     shape = (rows, channels) if channel_last else (rows // 100, channels, 100)
     x = torch.ones(shape, dtype=torch.float16)

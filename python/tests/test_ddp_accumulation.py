@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradient accumulation: no_sync(), disable_allreduce(), and what the next step takes along."""
+"""Gradient accumulation: no_sync(), disable_allreduce(), and what the next step includes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_no_sync_around_forward_only_backward_averages(ranks: RankPool) -> None:
 
 
 def _different_layers(rank: int, world: int, options: dict[str, Any]) -> None:
-    """What accumulated for a layer that the last backward does not use is averaged, too."""
+    """Gradients accumulated for a layer that the last backward does not use are averaged too."""
     ddp = DistributedDataParallel(build(), **options)
     uses = [
         [[[1], [0]], [[0, 2], [0]]],  # [rank][micro]
@@ -176,7 +176,7 @@ def _never_synchronized(rank: int, world: int) -> None:
         _loss(ddp, rank).backward()
     check_gradients(ddp, _accumulated(ddp.module, rank, [(0, EVERY)]), "local", 1e-5)
     check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
-    if rank == 0:  # no other rank has to come
+    if rank == 0:  # no other rank is needed
         with ddp.no_sync():
             _loss(ddp, rank).backward()
     dist.barrier()
@@ -190,7 +190,7 @@ def test_no_sync_backward_alone_is_local(ranks: RankPool) -> None:
 
 
 class _Exact(nn.Module):
-    """Gradients that floating point holds exactly, whatever the order of summation."""
+    """Gradients that floating point represents exactly, for any order of summation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_accumulation_equals_big_batch_bit_for_bit(
 
 
 def _rounds_once(rank: int, world: int, dtype: torch.dtype) -> None:
-    """With two ranks the only rounding is that of one addition: (a + b) / 2."""
+    """With two ranks there is one rounding, that of one addition: (a + b) / 2."""
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(50, generator=generator).to(dtype) for _ in range(2 * 3)]
 

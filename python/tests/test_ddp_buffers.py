@@ -33,7 +33,7 @@ def _two_forwards(rank: int, world: int) -> None:
         for name, grad in gradients(reference).items():
             means[name] = means.get(name, 0) + grad
     first = ddp(batch(rank, 0))
-    second = ddp(batch(rank, 1))  # takes rank 0's running statistics, which `first` has saved
+    second = ddp(batch(rank, 1))  # broadcasts rank 0's running statistics, which `first` has saved
     (first.square().sum() + second.sum()).backward()
     for name, grad in gradients(ddp).items():
         check_near(grad, means[name], name, 1e-4)
@@ -46,7 +46,7 @@ def test_broadcast_buffers_two_forwards_before_backward(ranks: RankPool) -> None
 
 
 class Masked(nn.Module):
-    """Its buffer is read in backward, and differs from rank to rank between forwards."""
+    """Its buffer is read in backward, and differs by rank between forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _reads_in_backward(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     first = ddp(torch.ones(4))
     with torch.no_grad():
-        model.factor = model.factor + rank  # a new tensor: what `first` saved is not touched
+        model.factor = model.factor + rank  # a new tensor, so the saved one is not changed
     second = ddp(torch.ones(4))
     (first + second).backward()
     check(torch.equal(model.weight.grad, torch.full((4,), 2.0)), str(model.weight.grad))
@@ -76,7 +76,8 @@ def _is_refused(rank: int, world: int) -> None:
     model = Masked()
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     first = ddp(torch.ones(4))
-    model.factor.data.add_(rank)  # unseen by autograd; the next forward makes it rank 0's again
+    # invisible to autograd; the next forward broadcasts rank 0's again
+    model.factor.data.add_(rank)
     ddp(torch.ones(4))
     error = None
     with ddp.no_sync():
@@ -84,7 +85,7 @@ def _is_refused(rank: int, world: int) -> None:
             first.backward()
         except RuntimeError as caught:
             error = caught
-    # Its backward would read another value than its forward did.
+    # Its backward would read a different value than its forward did.
     check((error is not None) == (rank == 1), f"rank {rank}: {error}")
 
 
@@ -96,7 +97,7 @@ def test_broadcast_buffers_that_backward_reads_are_an_error(ranks: RankPool) -> 
 
 
 class Bits(nn.Module):
-    """A layer, and tensors of every kind that nothing computes with; others on each rank."""
+    """A layer, and unused tensors of every kind, which differ on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class Bits(nn.Module):
         nan = torch.tensor([float("nan"), 1.0 + rank])
         pairs = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64) * (1 + rank)
         large = torch.arange(2.0**18).reshape(2, -1) + rank
-        several = torch.zeros(2, 9 << 19)  # messages; only the first differs
+        several = torch.zeros(2, 9 << 19)  # several messages; only the first differs
         several[0, 0] = rank
         tensors = {
             "zeros": zeros,
@@ -151,7 +152,7 @@ def _takes_bits(rank: int, world: int) -> None:
     versions = {name: getattr(model, name)._version for name in model.names}
     ddp(torch.ones(1, 4)).sum().backward()
     small = [name for name in model.names if not name.startswith("large")]
-    for name in small:  # a forward that awaits its backward may have saved it
+    for name in small:  # a forward whose backward is pending may have saved it
         check(getattr(model, name)._version == versions[name], f"{name}, unchanged, was written to")
     with torch.no_grad():
         for name in model.names:
@@ -164,7 +165,7 @@ def test_broadcast_takes_every_bit_of_every_dtype(ranks: RankPool) -> None:
     ranks.run(2, _takes_bits)
 
 
-# --- buffers that change their form ---
+# --- buffers that change shape or dtype ---
 
 
 class Changing(nn.Module):
@@ -213,7 +214,8 @@ def _changes_alone(rank: int, world: int, change: str, culprit: int) -> None:
     if rank == culprit:
         CHANGES[change](model)
     own = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    # Ranks whose buffers are not rank 0's raise in forward, others in backward, without a time-out.
+    # Ranks whose buffers differ from rank 0's raise in forward, others in backward, without a
+    # timeout.
     error = None
     try:
         loss = ddp(torch.ones(1, 4)).sum()

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 
 def _steps_by_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
-    """An optimizer per parameter, stepped by the callback, does what one step at the end does."""
+    """One optimizer per parameter, stepped in the callback, equals one step at the end."""
     ddp = DistributedDataParallel(make(), message_size=30, **options)
     plain = DistributedDataParallel(make(), message_size=30, **options)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
@@ -40,7 +40,7 @@ def _steps_by_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
     seen: list[Any] = []
 
     def step_bucket(bucket: Any) -> None:
-        ddp.statistics()  # the engine may be asked from within
+        ddp.statistics()  # the callback may query the engine
         seen.append(bucket)
         for parameter in bucket.parameters:
             each[parameter].step()
@@ -99,7 +99,7 @@ def _calls_for_used(rank: int, world: int) -> None:
         grads.extend(p.grad.clone() for p in bucket.parameters)
 
     ddp.register_bucket_callback(callback)
-    # (left, right) by rank; the first step learns with the right branch only: then the left is
+    # (left, right) by rank. The first step records only the right branch, so the left branch is
     # late.
     steps = [((False, True), (False, True)), ((True, True), (False, True)), ((False, False),) * 2,
              ((True, False), (False, True))]  # fmt: skip
@@ -137,7 +137,7 @@ def _raises_in_callback(rank: int, world: int) -> None:
         except RuntimeError as caught:
             error = caught
         raised("in the callback", error)
-        # All buckets are complete all the same.
+        # All buckets still complete.
         expected = mean_gradients(ddp.module, world, step)
         for name, grad in gradients(ddp).items():
             check_near(grad, expected[name], name, 1e-4)
@@ -187,8 +187,8 @@ def test_builtin_comm_hook_averages(
 
 
 def _sums_in_float32(rank: int, world: int) -> None:
-    """The gradient is the average of narrow values, rounded once. Over sockets: in shared memory
-    all sums are."""
+    """The gradient is the average of low-precision values, rounded once. Tested over sockets,
+    because shared memory always sums this way."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(world, 1, 1000, generator=generator)
     expected = values.to(torch.bfloat16).to(torch.float32).sum(0).div(world).to(torch.bfloat16)
@@ -263,7 +263,7 @@ def test_check_finite_names_rank_and_parameter(
     ranks.run(3, _finds_non_finite, value, options)
 
 
-# --- sums that would be summed again ---
+# --- accumulated sums that would be reduced twice ---
 
 
 def _keeps_sums(rank: int, world: int) -> None:
@@ -321,7 +321,7 @@ def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
     ddp = DistributedDataParallel(model, mixed_precision=policy)
     means = {}
     for r in range(world):
-        # What one rank computes: the module itself in bfloat16.
+        # The computation of one rank: the module itself in bfloat16.
         other = copy.deepcopy(model).to(narrow)
         other(
             batch(r, 0).to(narrow), {"by": torch.tensor(2.0, dtype=narrow)}
@@ -344,7 +344,7 @@ def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
     )
     check(fits in (True, None), f"gradients did not travel as {on_wire}")
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
-    # A hook of the user's takes the place of the wire.
+    # A user hook replaces the communication dtype.
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 

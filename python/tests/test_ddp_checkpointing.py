@@ -34,7 +34,7 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 
 
 class Blocks(nn.Module):
-    """Four blocks behind a plain layer, checkpointed as ``how`` says (not at all for None)."""
+    """Four blocks behind a plain layer, checkpointed as ``how`` specifies (None: not at all)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Blocks(nn.Module):
             h = run(lambda y: self.blocks[1](run(self.blocks[0], y)), h)
             h = self.blocks[3](self.blocks[2](h))
         elif self.how == "in_and_out":
-            # The same layer in a segment and outside of it.
+            # The same layer inside and outside of a segment.
             h = self.blocks[3](self.blocks[2](run(self.blocks[1], self.blocks[0](h))))
             h = h + self.blocks[1](h)
         elif self.how == "shared_twice":
@@ -108,12 +108,12 @@ def _trains(
     for step in range(4):
 
         def loss(net: nn.Module, r: int, step: int = step) -> Tensor:
-            # Reentrant checkpointing wants an input that requires a gradient.
+            # Reentrant checkpointing needs an input that requires a gradient.
             return net(data(r, step).requires_grad_()).square().mean()
 
         locally, exact = [], to_reference(model)
         for r in range(world):
-            # The reference does not checkpoint the whole, which changes no gradient.
+            # The reference does not checkpoint the whole model, which does not affect gradients.
             plain = copy.deepcopy(exact)
             plain.how = None if how in ("whole", "each", "sequential", "some", "nested") else how
             plain.reentrant = False
@@ -177,7 +177,7 @@ def test_checkpointing_with_accumulation_averages(ranks: RankPool, reentrant: bo
 
 
 def _module_returns_nothing_known(rank: int, world: int) -> None:
-    """A loss that does not pass through a known output: gradients alone tell of the backward."""
+    """The loss does not pass through a known output, so only gradients reveal the backward."""
 
     class Hidden(nn.Module):
         def __init__(self) -> None:
@@ -246,8 +246,8 @@ def test_checkpointed_blocks_skipped_by_rank_average(ranks: RankPool, reentrant:
 
 
 def _learns_the_count_from_others(rank: int, world: int) -> None:
-    """A rank that missed the layer when the plan was learnt uses it as often as the others
-    later."""
+    """A rank that did not use the layer when the plan was recorded later uses it the same number of
+    times as the others."""
     model = build(Blocks)
     model.how, model.reentrant = "shared_twice", True
     ddp = DistributedDataParallel(model, message_size=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Communication hooks written in Python: what they see of a bucket, and what they may return."""
+"""Communication hooks in Python: the bucket that they receive, and the results they may return."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _shapes_loss(model: nn.Module, rank: int) -> Tensor:
 
 
 def _sets_buffer(rank: int, world: int, dtype: torch.dtype, message_size: int) -> None:
-    """The hook reads and writes the views of a buffer of its own."""
+    """The hook reads and writes the views of its own buffer."""
     ddp = DistributedDataParallel(build(Shapes), message_size=message_size)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:

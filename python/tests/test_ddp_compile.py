@@ -36,7 +36,7 @@ splits = pytest.mark.skipif(
 # Compiling takes seconds, and longer on a busy machine.
 TIMEOUT_S = 400
 WIDTH = 512
-# A layer holds a little more than 1 MiB, less than which torch's compiler does not split by.
+# A layer has a little more than 1 MiB, the smallest size by which torch's compiler splits.
 LAYER = WIDTH * WIDTH + WIDTH
 
 
@@ -52,7 +52,7 @@ class Stack(nn.Module):
 
 
 class Broken(nn.Module):
-    """The compiler has to make two graphs of it in any case."""
+    """The compiler always makes two graphs of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def batch(rank: int, step: int, rows: int = 3) -> Tensor:
 
 
 class Pieces:
-    """A backend that counts graphs, and notes what was on its way when each piece's backward
+    """A backend that counts graphs, and records the buckets in flight when each piece's backward
     began."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def _boxed(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 def wrap(
     model: nn.Module, backend: Any, inside: bool, dynamic: bool | None = None, **options: Any
 ) -> tuple[DistributedDataParallel, nn.Module]:
-    """The wrapper, and what a script calls."""
+    """The wrapper, and the callable that a script uses."""
     torch._dynamo.reset()
     options = {"message_size": LAYER, **options}
     if inside:
@@ -163,7 +163,7 @@ def _overlaps(rank: int, world: int, kind: str, inside: bool) -> None:
         pieces.launched = []
         check_compiled_step(model, called, rank, step)
         launched = [count - before for count in pieces.launched]
-        # Before the last piece has begun, the buckets of those before it are on their way.
+        # Before the last piece begins, the buckets of the previous pieces are in flight.
         check_equal(launched[0], 0, "buckets launched before backward")
         check(launched[-1] >= len(launched) - 2, f"launched before each piece: {launched}")
         check(launched[-1] >= 1, f"launched before each piece: {launched}")
@@ -195,7 +195,7 @@ def _is_whole(rank: int, world: int, how: str) -> None:
     finally:
         _compile.registry = registry
         torch._dynamo.config.optimize_ddp = True
-    # torch cuts off a first piece of 1 MiB, whatever the bucket size.
+    # torch splits off a first piece of 1 MiB, for any bucket size.
     check_equal(pieces.graphs, 2 if how == "one_bucket" else 1, "graphs")
     check_equal(pieces.launched, [0] * pieces.graphs, "launched before each piece")
 
@@ -256,7 +256,8 @@ def _varies(rank: int, world: int, dynamic: bool | None, inside: bool) -> None:
     ddp, called = wrap(model, pieces, inside, dynamic)
     for step, rows in enumerate([3, 5, 2, 7, 5]):
         check_compiled_step(model, called, rank, step, rows)
-    # One set of graphs for any number of rows; without being told, one more for the first number.
+    # With dynamic shapes, one set of graphs for any number of rows. Otherwise one more for the
+    # first.
     sets = 1 if dynamic else 2
     check(pieces.graphs % sets == 0 and pieces.graphs // sets >= 3, f"{pieces.graphs} graphs")
 
@@ -279,7 +280,7 @@ def _narrows(rank: int, world: int, inside: bool) -> None:
     _, called = wrap(model, pieces, inside, mixed_precision=precision)
     for step in range(3):
         check_compiled_step(model, called, rank, step, tolerance=5e-2)
-    # The casts of all parameters come first, so their backward comes last: a split has no use.
+    # The casts of all parameters come first, so their backward comes last, and a split has no use.
     check_equal(pieces.graphs, 1, "graphs")
 
 
@@ -318,7 +319,7 @@ def _accumulates(rank: int, world: int) -> None:
             called(batch(rank, 0)).square().sum().backward()
         called(batch(rank, 1)).square().sum().backward()
         check_gradients(model, gradients(reference), "gradients", 1e-4)
-    # What is compiled in no_sync() serves the synchronized steps as well.
+    # Graphs compiled in no_sync() also serve the synchronized steps.
     check(pieces.graphs >= 3, f"{pieces.graphs} graphs")
 
 
@@ -332,7 +333,7 @@ def _inductor(rank: int, world: int, inside: bool) -> None:
     from torch._inductor.compile_fx import compile_fx
 
     graphs = []
-    # Otherwise it starts processes to compile in, precompiles headers, and tries instruction sets.
+    # By default it starts processes to compile in, precompiles headers, and tries instruction sets.
     quick = {
         "compile_threads": 1,
         "cpp_cache_precompile_headers": False,
@@ -359,11 +360,11 @@ def test_compile_inductor_averages(ranks: RankPool, inside: bool) -> None:
     ranks.run(2, _inductor, inside, timeout_s=TIMEOUT_S)
 
 
-# --- whom the compiler is told of ---
+# --- the wrapper that the compiler sees ---
 
 
 class Probe(nn.Module):
-    """Notes which wrapper the compiler would be told of."""
+    """Records which wrapper the compiler would see."""
 
     def __init__(self, raises: bool = False) -> None:
         super().__init__()
@@ -470,7 +471,7 @@ def _refuses(rank: int, world: int, how: str) -> None:
         compiler = torch.compile(backend="eager")
         with raises(RuntimeError, reason), torch._dynamo.compiled_autograd._enable(compiler):
             step()
-    # It was refused before anything was sent, so ordinary steps go on.
+    # It was refused before any communication, so ordinary steps continue to work.
     torch._dynamo.reset()
     for _ in range(2):
         ddp.zero_grad()

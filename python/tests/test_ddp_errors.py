@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What DistributedDataParallel says when it cannot do its work, and that it never hangs."""
+"""Errors of DistributedDataParallel, none of which may hang."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 def _mismatched(rank: int, world: int, name: str, culprit: int) -> None:
     other, fragments = MISMATCHES[name]
     model = other() if rank == culprit else _layer()
-    # Compared with rank 0's: if that is the odd one, the first of the others is named.
+    # Ranks are compared with rank 0. If rank 0 is the different one, the first other rank is named.
     named = culprit or 1
     with raises(RuntimeError, f"rank {named}'s model differs from rank 0's", *fragments):
         DistributedDataParallel(model)
@@ -138,7 +138,7 @@ def test_options_that_differ_between_ranks_raise(
 
 
 def _other_streams(rank: int, world: int) -> None:
-    """As with a backend whose further groups are made by torch, which is collective."""
+    """As for a backend whose further groups are created by torch, collectively."""
     with unittest.mock.patch.object(_options, "over_gloo", lambda *_: False):
         with raises(RuntimeError, "rank 1's model differs from rank 0's", "num_allreduce_streams"):
             DistributedDataParallel(build(), num_allreduce_streams=1 + rank)
@@ -177,7 +177,7 @@ def _other_buffers(rank: int, world: int, name: str) -> None:
     model.register_buffer("other" if name == "name" and rank else "table", mine)
     with raises(RuntimeError, "rank 1's model differs from rank 0's", "buffer 'table'"):
         DistributedDataParallel(model, broadcast_buffers=True)
-    # Without broadcast_buffers, buffers are each rank's own.
+    # Without broadcast_buffers, each rank has its own buffers.
     ddp = DistributedDataParallel(model)
     check_step(ddp, lambda m, r: m(data(r, 0, 3, 2)).sum(), "without broadcast_buffers")
 
@@ -276,7 +276,7 @@ def _positional_as_torch(rank: int, world: int) -> None:
 
 
 def test_output_device_by_position_raises_on_every_rank(ranks: RankPool) -> None:
-    """It would be rank 1's delay_allreduce, and rank 0's would be off."""
+    """It would mean delay_allreduce=True on rank 1 and False on rank 0."""
     ranks.run(2, _positional_as_torch)
 
 
@@ -450,7 +450,7 @@ def _never_arrives(rank: int, world: int) -> None:
         with raises(RuntimeError, "rank 0 of 2", "bucket ", "parameter 'layers."):
             _loss(ddp, rank).backward()
     dist.barrier()
-    # The default group is whole: a new wrapper works, once the old one and its hooks are gone.
+    # The default group still works: a new wrapper can be created once the old one is freed.
     module = ddp.module
     del ddp
     again = DistributedDataParallel(module, message_size=20)

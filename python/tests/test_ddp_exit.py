@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a script ends: Gloo's threads must be gone before the process runs its static destructors,
-whether or not the script destroys its process group (scripts written for NVIDIA's Apex never
-do)."""
+"""Exit of a script: Gloo's threads must end before the process runs its static destructors, even if
+the script does not destroy its process group (scripts written for NVIDIA's Apex never do)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# What the first registered exit handler prints runs last, after ours.
+# The output of the first registered exit handler comes last, after ours.
 SCRIPT = """
 import atexit, contextlib, os, sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.func.functional_call() on a wrapper: the caller's tensors are used, and left alone."""
+"""torch.func.functional_call() on a wrapper uses the caller's tensors and does not change them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _check_goes_on(ddp: DistributedDataParallel, backwards: int) -> None:
 
 
 def _others(ddp: nn.Module, rank: int, kind: str) -> dict[str, Tensor]:
-    """Tensors for every parameter, which differ from rank to rank."""
+    """Tensors for every parameter, which differ by rank."""
     found = {name: p.detach() * 0.5 + 0.1 * rank for name, p in ddp.named_parameters()}
     if kind == "parameters":
         return {name: nn.Parameter(t) for name, t in found.items()}
@@ -81,7 +81,7 @@ def _leaves(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
             expected.backward()
         for name, tensor in tensors.items():
             check_equal(tensor.detach(), before[name], f"the caller's {name}")
-            if kind != "constants":  # of this rank alone
+            if kind != "constants":  # only on this rank
                 check_near(tensor.grad, plain[name.removeprefix("module.")].grad, name, 1e-5)
     check(all(p.grad is None for p in ddp.parameters()), "a parameter got a gradient")
     _check_goes_on(ddp, ddp.statistics()["backwards"])
@@ -97,7 +97,7 @@ def test_functional_call_leaf_tensors_are_the_callers_own(
 
 
 def _computed(rank: int, world: int) -> None:
-    """As MAML does: weights that were computed of the parameters reach them in backward."""
+    """As in MAML: gradients of weights computed from the parameters reach the parameters."""
     ddp = _make()
 
     def adapted_loss(model: nn.Module, r: int, step: int) -> Tensor:
@@ -119,7 +119,7 @@ def test_functional_call_computed_weights_average_what_they_are_computed_of(
 
 
 def _partial(rank: int, world: int, on: list[int]) -> None:
-    """The module's other parameters are averaged; one that was exchanged counts as not used."""
+    """The module's other parameters are averaged. A replaced one counts as unused."""
     ddp = _make()
     weight = torch.full((2, 5), 0.3 + rank, requires_grad=True)
 
@@ -162,7 +162,7 @@ def _buffers(rank: int, world: int, on: list[int]) -> None:
             output = ddp(data(rank))
         output.sum().backward()
     check_equal(mine, torch.full((5,), 3.0 + rank), "the caller's buffer")
-    # It is the rank's own in this forward; that of the module is taken from rank 0 in the next.
+    # In this forward it is the rank's own. In the next, the module's is broadcast from rank 0.
     kept = 1.0 + rank if rank in on else 3.0 if 0 in on else 1.0
     check_equal(ddp.module.scale, torch.full((5,), kept), "the module's buffer")
     ddp(data(rank))
@@ -184,9 +184,10 @@ def _transformed(module: nn.Module, prefix: str, x: Tensor) -> list[Tensor]:
 
 
 def _transforms(rank: int, world: int, broadcast_buffers: bool) -> None:
-    """torch.func's transforms take gradients that nobody averages, on one rank or all."""
+    """Gradients of torch.func's transforms are not averaged, on one rank or on all."""
     ddp = _make(broadcast_buffers=broadcast_buffers)
-    ddp.module.scale.fill_(1.0 + rank)  # a rank's own until its next forward outside of transforms
+    # specific to a rank until its next forward outside of transforms
+    ddp.module.scale.fill_(1.0 + rank)
     ddp.zero_grad()
     before = ddp.statistics()
     parameters = dict(ddp.named_parameters())
@@ -224,7 +225,7 @@ def test_functional_call_under_transforms_communicates_nothing(
 
 
 def _around_vmap(rank: int, world: int) -> None:
-    """A backward outside of the transform averages, and buffers are the rank's own in it."""
+    """A backward outside of the transform averages. Inside it, buffers are the rank's own."""
     ddp = _make(broadcast_buffers=True)
 
     def loss(model: nn.Module, r: int) -> Tensor:

@@ -32,7 +32,7 @@ from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
-# Arguments as a script gives them; what has to be made from the model is named with an underscore.
+# Arguments as in scripts. Names with an underscore stand for values made from the model.
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "message_size_1": {"message_size": 1},
@@ -68,7 +68,7 @@ def wrap(model: nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
 
 
 def factor(options: dict[str, Any], world: int) -> float:
-    """What the average is multiplied by, because of the options."""
+    """The factor by which the options multiply the average."""
     if options.get("gradient_average", True):
         return 1.0
     return world / options.get("gradient_predivide_factor", 1.0)
@@ -87,7 +87,7 @@ def _local(model: nn.Module, spec: Model, rank: int, step: int) -> dict[str, Ten
 
 def _trains_right(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, int]:
     spec = MODELS[name]
-    # Other values on other ranks: rank 0's have to win.
+    # Different values on other ranks. Rank 0's must be used.
     plain = spec.make(seed=0)
     ddp = wrap(spec.make(seed=rank if options.get("init_sync", True) else 0), options)
     reference = to_reference(plain)
@@ -162,7 +162,7 @@ def _step(ddp: nn.Module, value: float, dtype: torch.dtype) -> Tensor:
 
 
 def _sums_half(rank: int, world: int, views: bool) -> None:
-    # Sums in shared memory are in float32, whatever the option says.
+    # Sums in shared memory are always in float32.
     for always, channel, expected in ((False, "0", math.inf), (False, "1", 4e4), (True, "0", 4e4)):
         with host_channel(channel):
             ddp = DistributedDataParallel(
@@ -185,7 +185,7 @@ def test_always_fp32_sum_beyond_half_range_is_finite(ranks: RankPool, views: boo
 
 
 def _predivides(rank: int, world: int) -> None:
-    # Without it the sum overflows; divided by 8 first it does not.
+    # Without the option, the sum overflows. Divided by 8 first, it does not.
     ddp = DistributedDataParallel(_Vector(4, torch.float16), gradient_predivide_factor=8.0)
     for _ in range(2):
         grad = _step(ddp, 40000.0, torch.float16)
@@ -208,7 +208,7 @@ def _plans(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
 
 def test_trigger_params_plan_closes_at_triggers(ranks: RankPool) -> None:
     plans = ranks.run(2, _plans, {"_triggers": True})
-    # Every bias is a trigger: no bucket goes on after one.
+    # Every bias is a trigger, so no bucket continues after one.
     for plan in plans:
         assert plan == plans[0]
         assert all(not name.endswith("bias") for bucket in plan for name in bucket[:-1])
@@ -226,7 +226,7 @@ def test_message_size_plan_counts_elements(ranks: RankPool) -> None:
 
 
 def test_bucket_cap_plan_counts_bytes(ranks: RankPool) -> None:
-    # 165 float32 elements are 660 bytes, the largest parameter has 252.
+    # 165 float32 elements are 660 bytes. The largest parameter has 252.
     assert all(len(p) == 1 for p in ranks.run(2, _plans, {"bucket_cap_mb": 661 / (1 << 20)}))
     assert all(len(p) == 2 for p in ranks.run(2, _plans, {"bucket_cap_mb": 253 / (1 << 20)}))
 
@@ -245,7 +245,7 @@ def _uses_groups(rank: int, world: int) -> None:
     before = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
     loss_of(ddp(*batch(spec, rank))).backward()
     after = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
-    # Over Gloo the engine makes communicators of its own from them: nothing else can come between.
+    # Over Gloo, the engine creates its own communicators from them, without other collectives.
     check_equal([a - b for a, b in zip(after, before, strict=True)], [0, 0, 0], "collectives")
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
 
@@ -308,7 +308,7 @@ def _large_in_place(rank: int, world: int, views: bool, channel: str) -> None:
         if step == 0:
             copied = ddp.statistics()["gradients_copied"]
     found = ddp.statistics()
-    # Views of a bucket in shared memory are summed there; anything else would copy them.
+    # Views of a bucket in shared memory are summed there. Other ways would copy them.
     in_bucket = views and channel == "1"
     check_equal(found["reduced_in_place"] > 0, not in_bucket, "reduced in place")
     check_equal(found["reduced_in_shared_memory"] > 0, channel == "1", "shared memory")
@@ -335,7 +335,7 @@ class _Two(nn.Module):
 
 
 def _swapped_gradients(rank: int, world: int, numel: int, message_size: int) -> None:
-    """What is accumulated belongs to the parameter, wherever the user has put its gradient."""
+    """Accumulated values belong to the parameter, wherever the user has moved its gradient."""
     ddp = DistributedDataParallel(
         _Two(numel), gradient_as_bucket_view=True, message_size=message_size
     )
@@ -349,7 +349,7 @@ def _swapped_gradients(rank: int, world: int, numel: int, message_size: int) -> 
     check(torch.equal(b.grad, torch.full_like(b, 1001.0)), "b, which had a's gradient")
 
 
-# Large ones in buckets of their own were wrong, and not the same on all ranks.
+# Large ones in separate buckets used to be wrong and different across ranks.
 @pytest.mark.parametrize("numel", [64, 30000])
 @pytest.mark.parametrize("message_size", [1, 1 << 20])
 def test_views_that_were_swapped_keep_what_they_hold(
@@ -368,7 +368,7 @@ class _Complex(nn.Module):
 
 
 def _conjugated_views(rank: int, world: int) -> None:
-    """A lazy conjugate of a view lies where the view lies, but is another number."""
+    """A lazy conjugate has the same memory as its view, but another value."""
     ddp = DistributedDataParallel(_Complex(), gradient_as_bucket_view=True)
     z = ddp.module.z
     for _ in range(2):
@@ -385,7 +385,7 @@ def test_view_that_was_conjugated_is_no_view(ranks: RankPool) -> None:
 
 
 class _Distilled(nn.Module):
-    """A student beside a frozen teacher that was made in inference mode."""
+    """A student with a frozen teacher that was created in inference mode."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

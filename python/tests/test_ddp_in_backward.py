@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers that torch steps inside backward, so before gradients are averaged, are refused."""
+"""Optimizers that torch steps inside backward, before gradients are averaged, are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_optimizer_in_backward_after_wrapping_is_refused_by_the_next_forward(
 
 def _elsewhere(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(_model())
-    other = _model()  # is not wrapped, and may be stepped as it likes
+    other = _model()  # not wrapped, so it may be stepped at any time
     _apply(list(other.parameters()))
     x = torch.full((2, 4), 1.0 + rank)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_optimizer_in_backward_with_one_rank_steps(ranks: RankPool) -> None:
 
 
 class _ByHand:
-    """An optimizer that is not torch's, stepped parameter by parameter."""
+    """A custom optimizer that steps parameter by parameter."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -106,7 +106,7 @@ class _ByHand:
 
 
 def _hooked(rank: int, world: int, kind: str, views: bool) -> None:
-    """An optimizer for each parameter, stepped as soon as its gradient is there."""
+    """An optimizer per parameter, stepped when its gradient is ready."""
     torch.manual_seed(rank)
     model = _model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=views, message_size=8)
@@ -123,10 +123,10 @@ def _hooked(rank: int, world: int, kind: str, views: bool) -> None:
         for p in model.parameters()
     ]
     x = torch.full((2, 4), 1.0 + rank)
-    for _ in range(1 if kind == "by hand" else 3):  # after an update by hand ranks are out of step
+    for _ in range(1 if kind == "by hand" else 3):  # after a manual update, ranks are out of step
         with raises(RuntimeError, f"rank {rank}: parameter '", "is updated inside backward"):
             ddp(x).sum().backward()
-    if kind != "by hand":  # refused before it has written anything
+    if kind != "by hand":  # refused before it writes anything
         for parameter, old in zip(model.parameters(), before, strict=True):
             check_equal(parameter.detach(), old, "parameter")
     for handle in handles:
@@ -142,7 +142,7 @@ def test_optimizer_stepped_by_a_gradients_hook_is_refused(
 
 
 def _allowed(rank: int, world: int) -> None:
-    """Other models' optimizers, steps of a local backward, and a group of one rank."""
+    """Allowed: other models' optimizers, steps of a local backward, and a group of one rank."""
     model, other = _model(), nn.Linear(2, 2)
     alone = [dist.new_group([r]) for r in range(world)][rank]
     ddp = DistributedDataParallel(model)

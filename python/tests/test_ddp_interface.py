@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The wrapper as scripts see it: state, copies, optimizers, compilers, hooks; Reducer."""
+"""The wrapper's interface to scripts: state, copies, optimizers, compilers, hooks; Reducer."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _two_forwards_with_buffers(rank: int, world: int) -> None:
             self.register_buffer("shift", torch.full((3,), 2.0))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * self.scale + self.shift.sum()  # scale is kept for backward
+            return self.layer(x) * self.scale + self.shift.sum()  # scale is saved for backward
 
     ddp = DistributedDataParallel(build(Scaled), broadcast_buffers=True)
     for step in range(2):

@@ -135,7 +135,7 @@ def _normalizes(rank: int, world: int, accumulate: bool) -> None:
             expected = gradients(reference)
             for name, grad in gradients(ddp).items():
                 check_near(grad, expected[name], f"step {step}, {name}", 2e-3, scale=1.0)
-    # Running statistics come from the rank that went to the end.
+    # Running statistics come from the rank that trained to the end.
     for step in range(counts[rank], max(counts)):
         active = [r for r in range(world) if step < counts[r]]
         for _ in range(2 if accumulate else 1):
@@ -161,14 +161,14 @@ def test_join_with_backends_for_cpu_and_gpu_talks_where_the_module_is(ranks: Ran
 
 
 class TwoHeads(nn.Module):
-    """Losses may come from either head alone; each has a batch norm of its own."""
+    """Losses may come from either head alone. Each head has its own batch norm."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
         self.trunk, self.norm = nn.Linear(6, 8), norm(8)
         self.left, self.norm_left = nn.Linear(8, 5), norm(5)
         self.right, self.norm_right = nn.Linear(8, 4), norm(4)
-        self.checkpoint: bool | None = None  # of the trunk: by torch, reentrant or not
+        self.checkpoint: bool | None = None  # checkpointing of the trunk: None, reentrant or not
 
     def _trunk(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.norm(self.trunk(x)))
@@ -248,7 +248,7 @@ def _second_derivative(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(model)
 
     def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows' losses, and of the squares of its derivatives."""
+        """The sum of the rows' losses and of the squares of its derivatives."""
         x = x.double().requires_grad_()
         loss = torch.sin(model(x)).sum()
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -299,7 +299,7 @@ def _broadcasts_buffers(rank: int, world: int) -> None:
     with ddp.join():
         for step in range(counts[rank]):
             ddp(batch(rank, step)).sum().backward()
-    # Step 0: rank 0's buffer is taken; then only rank 1 is left, with its own.
+    # Step 0: rank 0's buffer is broadcast. Then only rank 1 is left, with its own.
     seen = batch(1, 0).sum() + batch(1, 1).sum() + batch(1, 2).sum()
     check_near(ddp.module.seen, seen, "buffer", 1e-4)
 
@@ -407,7 +407,7 @@ def _disagrees(rank: int, world: int) -> None:
         with ddp.join():
             output = ddp(batch(rank, 0))
             if rank == 0:
-                ddp(batch(rank, 1))  # a second forward, while rank 1 goes backward
+                ddp(batch(rank, 1))  # a second forward, while rank 1 runs backward
             output.sum().backward()
     except RuntimeError as error:
         check("do different things" in str(error), str(error))
@@ -445,7 +445,7 @@ def _joins_with_amp(rank: int, world: int, level: str, scale: Any) -> None:
     for epoch in range(2):
         with ddp.join():
             for step in range(3 * rank if epoch else 1 + 2 * rank):
-                # With a dynamic scale one step of a rank that trains longer is skipped.
+                # With a dynamic scale, one step of a rank that trains longer is skipped.
                 _amp_step(ddp, optimizer, step, rank, overflow=scale is None and step == 2)
         check_same_on_all_ranks(list(model.parameters()), "parameters after join()")
         states = [None] * world

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and beside a sharded
-optimizer."""
+"""Uneven inputs under torch.distributed.algorithms.join.Join, alone and together with
+a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def check_is_ordinary_again(ddp: DistributedDataParallel, rank: int) -> None:
-    """No rank waits for an announcement any more, nor makes one."""
+    """No rank waits for announcements or makes one any more."""
     ddp.zero_grad()
     loss_of(ddp(batch(rank, 0))).backward()
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "after Join")
@@ -154,7 +154,7 @@ def _normalizes(rank: int, world: int) -> None:
             for name, grad in gradients(ddp).items():
                 check_near(grad, expected[name], f"step {step}, {name}", 2e-3, scale=1.0)
     check_same_on_all_ranks(list(model.buffers()), "buffers")
-    # Outside, batch norms announce nothing any more.
+    # Outside of the join, batch norms announce nothing.
     ddp.zero_grad()
     ddp(batch(rank, 0)).sum().backward()
 
@@ -169,7 +169,7 @@ def _broadcasts_buffers(rank: int, world: int) -> None:
     with Join([ddp]):
         for step in range(counts[rank]):
             ddp(batch(rank, step)).sum().backward()
-    # Step 0: rank 0's buffer is taken; then only rank 1 is left, with its own.
+    # Step 0: rank 0's buffer is broadcast. Then only rank 1 is left, with its own.
     seen = batch(1, 0).sum() + batch(1, 1).sum() + batch(1, 2).sum()
     check_near(ddp.module.seen, seen, "buffer", 1e-4)
 
@@ -245,7 +245,7 @@ def test_torch_join_what_ranks_without_data_cannot_follow_is_refused(ranks: Rank
 
 
 def _is_silent(rank: int, world: int) -> None:
-    """Evaluation is each rank's own."""
+    """Evaluation involves no other rank."""
     ddp = DistributedDataParallel(Mlp())
     with Join([ddp]):
         for step in range([1, 3][rank]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrappers that something refers to in a circle are freed, and what they hold with them."""
+"""Wrappers in a reference cycle are freed, together with the objects that they hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _averages(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 class Trainer:
-    """Holds the wrapper, and is held by what it hangs into it."""
+    """Holds the wrapper, and is held by the hooks that it registers."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
@@ -122,7 +122,7 @@ def _is_gone(rank: int, world: int, what: str) -> None:
     del ddp
     gc.collect()
     if what == "neither":
-        loss.backward()  # is averaged
+        loss.backward()  # gradients are averaged
     else:
         with raises(RuntimeError, "was deleted before this backward", what):
             loss.backward()
@@ -152,7 +152,7 @@ def _counts(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
 def _copies_state(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     state = State()
-    ddp.module.state = state  # also known elsewhere, where the copy has to be the same
+    ddp.module.state = state  # also referenced elsewhere; the copy must refer to the same object
     ddp.register_comm_hook(state, _counts)
     for step in range(2):
         check_step(ddp, _loss, f"the original, step {step}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""mixed_precision: what forward and its recomputation see, buffers, and inputs of any form."""
+"""mixed_precision: tensors in forward and its recomputation, buffers, and inputs of any kind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _check_own(module: nn.Module, own: dict[str, int], what: str) -> None:
 
 
 class Segments(nn.Module):
-    """Two checkpointed segments: a module, and a function that uses weights past their modules."""
+    """Two checkpointed segments: a module, and a function that uses weights without their
+    modules."""
 
     def __init__(self, reentrant: bool | None, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def _checkpoints(rank: int, world: int, reentrant: bool, buffers: torch.dtype | 
         expected.backward(retain_graph=True)
         loss.backward(retain_graph=step == 1)
         _check_own(model, own, "after backward")
-        if step == 1:  # once more on the same graph
+        if step == 1:  # a second backward on the same graph
             expected.backward()
             loss.backward()
             _check_own(model, own, "after another backward")
@@ -195,7 +196,7 @@ def test_mixed_precision_exception_leaves_the_modules_own_tensors(
 
 
 class Averaging(nn.Module):
-    """Buffers that forward assigns, changes in place, leaves alone, and removes."""
+    """Buffers that forward assigns, changes in place, does not change, and removes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ def test_mixed_precision_buffers_that_forward_assigns_keep_their_values(ranks: R
 
 
 class Ema(nn.Module):
-    """A buffer that forward assigns, in a segment that may be checkpointed."""
+    """A buffer that forward assigns in a segment that may be checkpointed."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ class Ema(nn.Module):
 
 
 def _assigned(rank: int, world: int, checkpointed: bool, broadcast_buffers: bool) -> None:
-    """Against a module whose forward gets casts by hand, and whose buffers are float32."""
+    """Compare with a module whose forward casts manually, and whose buffers are float32."""
     model = build(lambda: Ema(checkpointed))
     reference = copy.deepcopy(model)
     ddp = DistributedDataParallel(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules that change after they were wrapped: what is a change, what is none, what is refused."""
+"""Modules that change after wrapping: which changes count, which do not, and which are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 
 
 def _layer(rank: int, outputs: int = 4) -> nn.Linear:
-    """With other values on each rank."""
+    """A layer with different values on each rank."""
     with torch.random.fork_rng():
         torch.manual_seed(rank)
         return nn.Linear(4, outputs)
@@ -87,7 +87,7 @@ def test_module_assigned_averages(ranks: RankPool) -> None:
 
 
 def _copied_then_changed(rank: int, world: int, how: str) -> None:
-    """As in any module, and though nothing is sent for a copy that was not changed."""
+    """As for any module, although nothing is broadcast for an unchanged copy."""
     first = DistributedDataParallel(build(), message_size=20)
     if how == "before its first step":
         first = copy.deepcopy(first)
@@ -111,7 +111,7 @@ def test_module_changed_before_a_copys_first_forward_takes_rank_0s(
 
 
 class Reassigns(nn.Module):
-    """Makes a module without parameters, and a buffer, in forward."""
+    """Assigns a module without parameters, and a buffer, in forward."""
 
     def __init__(self, on: list[int], rank: int) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ def _reassigns(rank: int, world: int, on: list[int]) -> None:
     model = build(lambda: Reassigns(on, rank))
     ddp = DistributedDataParallel(model, message_size=20)
     with torch.no_grad():
-        model.mine.fill_(rank)  # would be rank 0's if parameters were taken again
+        model.mine.fill_(rank)  # would be rank 0's if parameters were broadcast again
     for step in range(4):
         check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
     check_equal(model.mine.data, torch.full((2,), float(rank)), "a parameter of the rank's own")
     check_equal(ddp.statistics()["backwards"], 4, "backwards of the first engine")
     check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
-    # A change that matters is noticed all the same.
+    # A change that counts is still detected.
     model.layers[0] = _layer(rank)
     ddp(data(rank))
     check_step(ddp, lambda m, r: m(data(r)).square().sum(), "a layer replaced")
@@ -259,7 +259,7 @@ def test_data_of_another_shape_while_its_accumulator_is_alive(ranks: RankPool, h
 
 
 def _apart(rank: int, world: int, kind: str, channel: str) -> None:
-    """Every rank leaves the plan, so that they would meet with messages of other sizes."""
+    """Every rank leaves the plan, and their messages would have different sizes."""
     with host_channel(channel):
         ddp = DistributedDataParallel(_Scale())
     small = ddp.module.small
@@ -278,7 +278,7 @@ def _apart(rank: int, world: int, kind: str, channel: str) -> None:
         check_step(ddp, lambda model, rank: model(data(rank)), f"alike again, step {step}")
 
 
-# Gloo ended the process.
+# Gloo used to end the process.
 @pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "gloo"])
 @pytest.mark.parametrize("kind", ["dtype", "shape"])
 def test_parameter_of_another_kind_on_each_rank_raises(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's backward fails, early or when all its gradients are there: every rank raises, and
-every later backward is right.
+"""One rank's backward fails, early or when all its gradients are ready. Every rank raises, and
+every later backward is correct.
 
-Oracles: each exchange ends within the group's timeout, and check_step()'s averages in float64.
+References: each exchange ends within the group's timeout, and check_step()'s averages in float64.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _average(
 
 
 def _result_is_refused(rank: int, world: int, changes: bool) -> None:
-    """Rank 0's hook yields too few elements; or the last rank has frozen a parameter alone, which
-    every rank hears first."""
+    """Rank 0's hook yields too few elements, or the last rank alone has frozen a parameter, of
+    which every rank is notified first."""
     ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
     fails = [False]
 
@@ -83,9 +83,9 @@ def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, cha
 
 
 def _future_fails(rank: int, world: int) -> None:
-    """Nobody knows whether messages still match: every rank raises, at once or, where it had all it
-    needed, in its next backward."""
-    group = _group()  # the others may be left with a collective of it
+    """It is unknown whether messages still match, so every rank raises: at once or, if it had all
+    its buckets, in its next backward."""
+    group = _group()  # the other ranks may be left with an unfinished collective
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -147,8 +147,8 @@ def test_future_of_a_hook_that_fails_on_every_rank_leaves_the_next_step_right(
 
 
 def _wrong_size(rank: int, world: int) -> None:
-    """Rank 1's hook yields too few elements, and leaves out its collective: its error says so, and
-    not that the others have not come."""
+    """Rank 1's hook yields too few elements and skips its collective. Its error must report this,
+    and not that the others are missing."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=4))
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
@@ -202,8 +202,8 @@ def _fail(_: Tensor) -> None:
 
 
 def _chained_hook(rank: int, world: int, failing: int, at: int) -> None:
-    """Each bucket takes two collectives. The failing rank launches the buckets that it has not
-    reached: in the order of its peers, so behind the second collective of the bucket before."""
+    """Each bucket takes two collectives. The failing rank launches the remaining buckets in the
+    order of its peers, so after the second collective of the previous bucket."""
     group = _group()
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
@@ -240,7 +240,7 @@ def test_chained_hook_when_one_backward_fails_leaves_the_next_step_right(
 
 
 class _Raises(torch.autograd.Function):
-    """Below all parameters: its backward runs when their gradients are there."""
+    """Below all parameters, so its backward runs when their gradients are ready."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
@@ -282,7 +282,7 @@ def _raises_behind_its_messages(
         else:
             with raises(RuntimeError, f"ended by an exception on rank {failing}"):
                 loss(ddp, rank, step).backward()
-                optimizer.synchronize()  # a deferred backward hears of it here
+                optimizer.synchronize()  # a deferred backward raises here
     if not deferred:
         check_step(ddp, lambda m, r: loss(m, r, 20), "at the end")
 
@@ -300,7 +300,7 @@ def test_exception_behind_the_last_message(
 
 
 def _buffers_hold_gradients(rank: int, world: int, dtype: torch.dtype, always_fp32: bool) -> None:
-    """Freezes in a pattern that comes again, and uses a layer late."""
+    """Freezes in a repeating pattern, and uses a layer late."""
     model = build().to(dtype)
     ddp = DistributedDataParallel(
         model,
@@ -356,7 +356,7 @@ def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
         used = [0, 1, 2] if rank == 0 or step < 2 else [0, 1]
         ddp(data(rank, step), used).square().sum().backward()
         for buffer in ddp.allreduce_buffers:
-            buffer.mul_(0.5)  # as a script of Apex clips
+            buffer.mul_(0.5)  # as an Apex script clips
         grads = [p.grad for p in model.parameters() if p.requires_grad]
         check_same_on_all_ranks(grads, f"scaled gradients, step {step}")
 
@@ -367,7 +367,7 @@ def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change
 
 
 class _Halves(nn.Module):
-    """Of which one is frozen in every step."""
+    """Two halves. One of them is frozen in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class _Halves(nn.Module):
 
 
 def _fails_twice(rank: int, world: int, period: int) -> None:
-    """The last rank fails in the middle of a backward, and rank 0 when its part is done."""
+    """The last rank fails in the middle of a backward, and rank 0 when its own part is complete."""
     ddp = DistributedDataParallel(_Halves(), process_group=_group(), message_size=1)
     for step in range(8 * period):
         for index, half in enumerate(ddp.module.halves):

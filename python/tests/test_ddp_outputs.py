@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel with modules that return anything, and take any argument."""
+"""DistributedDataParallel with modules that return any type and take any argument."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slotted:
 
 
 class Node:
-    """Refers to every node of its graph, itself included."""
+    """References every node of its graph, including itself."""
 
     def __init__(self, value: Tensor, count: int = 40) -> None:
         self.value: Any = None
@@ -46,7 +46,7 @@ class Node:
 
 
 class ModelOutput(OrderedDict):
-    """Entries are attributes, too, as model libraries have it."""
+    """Entries are also attributes, as in model libraries."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -96,7 +96,7 @@ def _returns(rank: int, world: int, name: str) -> None:
             for r in range(world)
         ])  # fmt: skip
         ddp.zero_grad()
-        # A rank that does not use the layer takes part because its output is known.
+        # A rank that does not use the layer participates because its output is known.
         output = ddp(data(rank).requires_grad_(), used[rank])
         check(type(output) is kind, f"the output became {type(output)}")
         take(output).sum().backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""record_overlap() and overlap_report(): orders and counts, no durations."""
+"""record_overlap() and overlap_report(): order and counts, but no durations."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _reports(rank: int, world: int, options: dict[str, Any]) -> None:
         backward(ddp, rank)
     check_equal(ddp.overlap_report(), report, "report after a backward in no_sync()")
 
-    # A new engine goes on, and so does a copy.
+    # Recording continues with a new engine, and in a copy.
     ddp.module.add_module("more", nn.Linear(4, 4))
     backward(ddp, rank)
     backward(ddp, rank)

@@ -12,7 +12,7 @@ from ddp_support import RankPool
 pytestmark = pytest.mark.processes
 
 FIRST_SEED = 1000
-CASES = 120  # a third of a second each on busy cores
+CASES = 120  # each takes a third of a second on busy cores
 BATCH = 30
 
 
@@ -32,7 +32,7 @@ def test_amp_with_a_seed_per_rank_keeps_ranks_alike(ranks: RankPool, first: int)
 
 
 def _broken(seed: int, **sabotage: object) -> Program:
-    """A drawn program with one step more, in which something goes wrong."""
+    """A drawn program with an additional step in which something goes wrong."""
     program = draw_program(seed, 2)
     program.ops.insert(len(program.models) + 1, Op("step", 7, dict(sabotage)))
     return program

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random training programs against one process in float64.
 
-For hours: ``python python/tests/test_ddp_random.py --seconds 3600``; one case again:
+For hours: ``python python/tests/test_ddp_random.py --seconds 3600``. To repeat one case:
 ``python python/tests/test_ddp_random.py --seed 1234``.
 """
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.processes
 BATCH = 50
 BATCH_TIMEOUT_S = 240
 CASES = 600
-# The same cases in every run; APEX_TEST_SEED shifts them.
+# Every run has the same cases. APEX_TEST_SEED shifts them.
 FIRST_SEED = int(os.environ.get("APEX_TEST_SEED", "20260000"))
 
 
 def run_batch(pool: RankPool, seeds: list[int]) -> None:
-    """Cases of one world size; if they fail, the first one that fails alone names itself.
+    """Run cases of one world size. If they fail, find the first one that fails alone.
 
     Raises:
         RanksFailed: with the seed.

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 
 class Net(nn.Module):
-    """Has names that the wrapper has as well: `dim`, `prof`, and `no_sync`."""
+    """Has names that the wrapper also has: `dim`, `prof`, and `no_sync`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 class Sub(DistributedDataParallel):
-    """As libraries derive: attributes of its own, some under names that the module has."""
+    """A subclass as in libraries: with its own attributes, some under names that the module has."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -91,7 +91,7 @@ def _reads(rank: int, world: int) -> None:
     check_equal(ddp.width, 4, "a property")
     x = data(rank)
     check_equal(ddp.generate(x, times=2.0), net.generate(x, times=2.0), "a method")
-    # What the wrapper has is its own.
+    # Attributes of the wrapper take precedence.
     check_equal((ddp.dim, ddp.prof, net.dim), (0, False, 17), "options of the wrapper")
     check(isinstance(ddp.no_sync(), contextlib.AbstractContextManager), "a method of the wrapper")
     ddp.words.append("b")
@@ -108,14 +108,14 @@ def _missing(rank: int, world: int) -> None:
     with raises(AttributeError, both):
         ddp.fx  # noqa: B018
     check(not hasattr(ddp, "fx") and getattr(ddp, "fx", 3) == 3, "hasattr() and a default")
-    # Marks of libraries stay with the module that has them.
+    # Marks of libraries stay on the module that has them.
     net = ddp.module
     net._hf_hook = net._orig_mod = object()
     for name in ("_head", "_hf_hook", "_orig_mod", "__len__", "_ddp_params_and_buffers_to_ignore"):
         check(not hasattr(ddp, name), name)
         with raises(AttributeError, f"object has no attribute '{name}'"):
             getattr(ddp, name)
-    # A property that fails is not a missing attribute.
+    # A failing property is not a missing attribute.
     with raises(AttributeError, "'NoneType' object has no attribute 'width'"):
         ddp.broken  # noqa: B018
     with raises(AttributeError, "'Linear' object has no attribute 'wdth'"):
@@ -173,13 +173,13 @@ def _duck_typing(rank: int, world: int) -> None:
         unwrapped = unwrapped.module
     check(unwrapped is ddp.module, "unwrapping by hasattr()")
     check(not hasattr(ddp, "device_mesh"), "an attribute that was not given")
-    # Asked of each module: "is it parametrized itself?"
+    # parametrize checks each module itself.
     layer = parametrizations.weight_norm(nn.Linear(4, 4))
     ddp = DistributedDataParallel(layer)
     check(parametrize.is_parametrized(layer), "the layer")
     check(not parametrize.is_parametrized(ddp), "the wrapper")
     check(parametrize.type_before_parametrizations(ddp) is DistributedDataParallel, "its class")
-    # Wrapper in wrapper, and a compiled module inside.
+    # A wrapper inside a wrapper, and a compiled module inside.
     outer = DistributedDataParallel(DistributedDataParallel(Net()))
     check(outer.fc is outer.module.module.fc, "through two wrappers")
     compiled = DistributedDataParallel(torch.compile(Net(), backend="eager"))
@@ -193,7 +193,7 @@ def test_libraries_that_ask_by_hasattr_see_the_wrapper(ranks: RankPool) -> None:
 
 
 def _methods_train(rank: int, world: int, first: bool) -> None:
-    net = build(Net).eval()  # batch norm is the reference's then
+    net = build(Net).eval()  # batch norm is then that of the reference
     ddp = DistributedDataParallel(net, message_size=7)
     if first:
         check_step(ddp, lambda m, r: m(data(r)).square().sum(), "a forward before")
@@ -226,7 +226,7 @@ def _sets(rank: int, world: int) -> None:
             setattr(ddp, name, value)
         check(getattr(ddp, name) is before, f"{name} has changed")
     check_equal([n for n, _ in ddp.named_children()], ["module"], "children of the wrapper")
-    # Hazard: a second reference in the wrapper, which has keys of its own and goes stale.
+    # Hazard: a second reference in the wrapper would have separate keys and become stale.
     ddp.fc = ddp.fc.to(torch.float64)
     ddp.offset += 1
     with torch.no_grad():
@@ -237,14 +237,14 @@ def _sets(rank: int, world: int) -> None:
     check(all(key.startswith("module.") for key in ddp.state_dict()), "keys of the wrapper")
     ddp.module.fc = nn.Linear(4, 4)
     check(ddp.fc is net.fc, "the new layer")
-    # Values are the wrapper's, as before, and so is what only the wrapper has.
+    # Other values are set on the wrapper, and so are names that only the wrapper has.
     ddp.config = {"width": 6}
     check_equal((ddp.config, net.config), ({"width": 6}, {"width": 4}), "a value")
     ddp.teacher = nn.Linear(1, 1)
     ddp.teacher = nn.Linear(2, 2)
     ddp.module = other = Net()
     check(ddp.fc is other.fc, "of another module")
-    # A wrapper's class that keeps what its module has, as scripts did without this.
+    # A wrapper subclass that stores the module's attributes, as scripts did before.
     sub = Sub(Net())
     check_equal(sub.config, {"width": 5}, "a value of a subclass")
     check(sub.fc is sub.module.fc and sub.generate == sub.module.generate, "the module's own")

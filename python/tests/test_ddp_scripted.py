@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules compiled by torch.jit, whole or in part; and lazy ones, which are refused."""
+"""Modules compiled by torch.jit, as a whole or in part. Lazy modules are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _child() -> nn.Module:
     return model
 
 
-# What is wrapped, and the same without torch.jit, whose modules do not copy their gradients.
+# The wrapped module, and the same without torch.jit, whose copies have no gradients.
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "script": (lambda: torch.jit.script(Net()), Net),
     "trace": (lambda: torch.jit.trace(Net(), torch.ones(3, 4)), Net),
@@ -85,7 +85,7 @@ def _scripted(rank: int, world: int, kind: str, options: dict[str, Any]) -> None
     for step in range(4):
         _check_step(ddp, kind, rank, world, step)
     check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
-    # A parameter of the scripted part that is replaced is noticed.
+    # Replacing a parameter of the scripted part is detected.
     part = model.first if kind != "child" else getattr(model.first, "0")
     part.weight = nn.Parameter(torch.full((5, 4), 0.1 + rank))
     ddp(data(rank))
@@ -113,7 +113,7 @@ def _normed(rank: int, world: int) -> None:
             for r in range(world)
         ])  # fmt: skip
         ddp.zero_grad()
-        # The second forward takes rank 0's running statistics, which the first has saved.
+        # The second forward broadcasts rank 0's running statistics, which the first has saved.
         (_loss(ddp, rank, step) + _loss(ddp, rank, step + 9)).backward()
         check_gradients(ddp, expected, f"step {step}", 1e-4)
     ddp(data(0))

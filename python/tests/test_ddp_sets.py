@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sets of trainable parameters that change, in combination with what else changes plans.
+"""Changing sets of trainable parameters, in combination with other changes of plans.
 
-The oracles: the average over ranks in float64 (``check_step``), bits that are equal over ranks,
-with a seed of their own on each, and the time limit of the pool."""
+The references: the average over ranks in float64 (``check_step``), bitwise equality of ranks with
+different seeds, and the time limit of the pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 
 pytestmark = pytest.mark.processes
 
-#: Longer than the ranks wait before they compare their collectives (kLate of watch/timing.h).
+#: Longer than the time after which waiting ranks compare their collectives (kLate of
+#: watch/timing.h).
 LATE_S = 3.0
 CHANNEL = pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
 
@@ -60,7 +61,7 @@ CHANGES = {
 
 
 def _joins(rank: int, world: int, channel: str, change: str, several: bool) -> None:
-    """The ranks with data change the plan when rank 0 has none; with ``several``, of two."""
+    """Ranks with data change the plan when rank 0 has none; with ``several``, one of two plans."""
     ddp = _wrapper(rank, channel)
     for step in range(2):
         _step(ddp, step, "before")
@@ -96,8 +97,8 @@ def test_plans_that_change_under_join_when_a_rank_has_no_data(
 
 
 def _leaves_the_plan_late(rank: int, world: int, channel: str) -> None:
-    """Rank 0 has no data and goes by the plan that the others have left; one of them is late, so
-    that those who wait compare in which collective they are."""
+    """Rank 0 has no data and follows the plan that the others have left. One of them is late, so
+    that the waiting ranks compare their collectives."""
     ddp = _wrapper(rank, channel)
     for step in range(2):
         _step(ddp, step, "before")
@@ -123,7 +124,7 @@ def test_a_plan_is_left_and_a_rank_is_late(ranks: RankPool, channel: str) -> Non
 
 
 def _unfrozen_again(rank: int, world: int, channel: str, several: bool) -> None:
-    """As a GAN's critic: its graph is made, it is frozen for another forward, and then has its
+    """As in a GAN's critic: it builds a graph, is frozen for another forward, and then runs its
     backward."""
     ddp = _wrapper(rank, channel)
     layer = ddp.module.layers[1]
@@ -161,7 +162,7 @@ def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(
 
 
 def _skips_a_refused_step(rank: int, world: int, channel: str, several: bool) -> None:
-    """skip_step() belongs to the backward that was refused, not to the next."""
+    """skip_step() applies to the refused backward, and not to the next one."""
     ddp = _wrapper(rank, channel)
     layer = ddp.module.layers[1]
     _step(ddp, 0)
@@ -189,7 +190,7 @@ def test_a_skip_ends_with_the_refused_step(ranks: RankPool, several: bool, chann
 
 
 def _dtype_and_back(rank: int, world: int, channel: str) -> None:
-    """What one rank has changed and changed back is no change."""
+    """A change that one rank has reverted is no change."""
     ddp = _wrapper(rank, channel)
     _step(ddp, 0)
     _step(ddp, 1)
@@ -210,7 +211,8 @@ def test_a_dtype_changed_and_changed_back_on_one_rank(ranks: RankPool, channel: 
 
 
 def _overlapped(rank: int, world: int, channel: str) -> None:
-    """A deferred backward does not leave before a frozen parameter's older gradient is averaged."""
+    """A deferred backward does not return before a frozen parameter's older gradient is
+    averaged."""
     ddp = _wrapper(rank, channel)
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), ddp)
     layer = ddp.module.layers[1]
@@ -254,7 +256,7 @@ class _Words(nn.Module):
 
 
 def _loaded(rank: int, world: int, views: bool) -> None:
-    """A plan that puts together what cannot be one message, or cannot any more, is not used."""
+    """A plan with a bucket that cannot be one message, or no longer can, is not used."""
     torch.manual_seed(rank)
     ddp: Any = DistributedDataParallel(_Words(), gradient_as_bucket_view=views)
     names = [name for name, _ in ddp.module.named_parameters()]
@@ -267,7 +269,7 @@ def _loaded(rank: int, world: int, views: bool) -> None:
         ddp.load_bucket_plan(plan)
         for _ in range(2):
             check_step(ddp, loss, f"loaded {plan}")
-    # Float64 behind float32, or the other way round.
+    # Float64 after float32, or the reverse.
     ddp.load_bucket_plan([names[1:], names[:1]])
     check_step(ddp, loss, "loaded")
     ddp.module.first.double()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several wrappers, groups and users of a group at once.
+"""Several wrappers, groups and users of a group at the same time.
 
-The oracles: the average over ranks in one process in float64, ranks that are equal bit for bit with
-a seed of their own on each, and the time limit of the pool."""
+The references: the average over ranks in one process in float64, bitwise equality of ranks with
+different seeds, and the time limit of the pool."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool)
     wrappers = [DistributedDataParallel(model, **options) for model in models]
     for model in models:
         model.collective = True
-    # What each rank uses of the second model. What it leaves out is sent at the end of backward,
-    # after the first model; on other ranks before it.
+    # The layers of the second model that each rank uses. Unused ones are sent at the end of
+    # backward, after the first model; other ranks send them before it.
     used = [[0, 1, 2], [0, 2], [1]]
     for step in range(5):
 
@@ -69,7 +69,8 @@ def test_wrappers_on_one_group_with_layers_unused_on_some_ranks_or_frozen(
 
 
 def _one_ends_with_an_error(rank: int, world: int, failing: int) -> None:
-    """The callback of one wrapper raises on one rank: all gradients of both are averages."""
+    """The callback of one wrapper raises on one rank. All gradients of both wrappers are
+    averages."""
     torch.manual_seed(rank)
     models: list[Any] = [Net(), Net()]
     wrappers = [DistributedDataParallel(model, message_size=1) for model in models]
@@ -105,7 +106,7 @@ def test_an_error_at_the_end_of_one_wrapper_leaves_the_others_complete(
 
 
 def _streams(rank: int, world: int) -> None:
-    """Pairs of ranks with communicators of their own: each pair averages its own gradients."""
+    """Pairs of ranks with their own communicators. Each pair averages its own gradients."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank)
     model = Net()
@@ -132,7 +133,7 @@ def test_several_communicators_on_subgroups_average_their_own(ranks: RankPool) -
 
 def _streams_of_eager_nccl(rank: int, world: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    if rank > 1:  # the other pair makes no wrapper
+    if rank > 1:  # the other pair creates no wrapper
         return
     with eager_nccl() as asked:
         model = Net()
@@ -169,7 +170,7 @@ def _wrapped_again(rank: int, world: int, how: str, options: dict[str, Any]) -> 
         for step in range(2):
             ddp.zero_grad()
             x = batch(rank, 10 * round_ + step)
-            # A wrapper that was replaced is as good as its module.
+            # A replaced wrapper works like its module.
             run = old if how == "kept" and old is not None and step == 0 else ddp
             output = run(x)
             output.square().mean().backward()
@@ -257,7 +258,7 @@ def _changes(rank: int, world: int, change: str, options: dict[str, Any]) -> Non
         if step in (2, 3):
             CHANGES[change](ddp.module)
         ddp(images(rank, step)).square().mean().backward()
-        if step == 3:  # also between a backward and the next that adds to it
+        if step == 3:  # also between a backward and the next one, which accumulates
             CHANGES[change](ddp.module)
             if change == "gradients' data":
                 continue
@@ -280,7 +281,7 @@ def test_changes_that_replace_memory_or_accumulators_keep_averaging(
 
 
 def _timeouts(rank: int, world: int) -> None:
-    """Every group that the package makes waits as long as the group that it comes from."""
+    """Every group that the package creates has the timeout of its parent group."""
     wanted = timeout_of(dist.group.WORLD)
     check(wanted is not None and wanted.total_seconds() != 1800, "the pool's timeout is torch's")
     for group in (default_group(), create_syncbn_process_group(1), create_syncbn_process_group(2)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers that several wrappers know, used by ranks in different ways.
+"""Layers shared by several wrappers, which ranks use in different ways.
 
-The oracles: the average over ranks in one process in float64, and the time limit of the pool. Ranks
-run forwards in another order, and evaluate what others do not: that must not decide who averages
-what."""
+The references: the average over ranks in one process in float64, and the time limit of the pool.
+Ranks run forwards in different orders, and some evaluate models that others do not. This must not
+affect which wrapper averages a gradient."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
         both.zero_grad()
         used = [wrappers[:1], wrappers[1:], wrappers][step % 3]
         loss = _losses(used, batch(rank, step), False)
-        if rank == 0:  # with gradients, between forward and backward
+        if rank == 0:  # with gradients enabled, between forward and backward
             for wrapper in wrappers:
                 wrapper.eval()
                 wrapper(batch(0, 9))

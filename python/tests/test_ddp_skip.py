@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps that all ranks skip together, because one asks for it or fails.
+"""Steps that all ranks skip together, because one rank requests it or fails.
 
-Oracles: in the skipped step every rank has no gradient at all and unchanged parameters; in every
-other step each gradient is the float64 mean over ranks, and parameters are the same bit for bit.
+References: in the skipped step every rank has no gradient and unchanged parameters. In every
+other step each gradient is the float64 mean over ranks, and parameters are bitwise equal.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _skip(rank: int, world: int, way: str, options: dict[str, Any], hooked: bool
         ddp.register_comm_hook(None, _hook)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1)
     factor = world if options.get("gradient_average") is False else 1
-    skips = {0: 1, 3: 0, 4: 2 % world, 7: 1}  # by step: the rank that asks for it
+    skips = {0: 1, 3: 0, 4: 2 % world, 7: 1}  # by step, the rank that requests the skip
     for step in range(10):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in ddp.parameters()]
@@ -123,7 +123,7 @@ def test_skip_step_on_one_rank_skips_on_all(
 
 
 def _accumulated(rank: int, world: int) -> None:
-    """What accumulated for the step that is skipped does not come back in the next one."""
+    """Gradients accumulated for a skipped step do not reappear in the next one."""
     ddp = DistributedDataParallel(make(seed=rank))
     for step in range(6):
         ddp.zero_grad()
@@ -147,7 +147,7 @@ def test_skipped_step_drops_what_accumulated_for_it(ranks: RankPool) -> None:
 
 
 def _checked(rank: int, world: int) -> None:
-    """Ranks may or may not step after a skipped step; a real difference is found afterwards."""
+    """Ranks may or may not step after a skipped step. A real difference is still detected."""
     ddp = DistributedDataParallel(make())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(12):
@@ -181,7 +181,7 @@ class _Fails(torch.autograd.Function):
 
 def _failing_loss(ddp: Any, rank: int, step: int, at: str) -> Tensor:
     x = batch(rank, step).requires_grad_()
-    if at == "below":  # when all gradients are there
+    if at == "below":  # when all gradients are ready
         return ddp(_Fails.apply(x)).square().sum()
     if at == "first":
         handle = list(ddp.parameters())[-1].register_hook(lambda g: _Fails.backward(None, g))
@@ -252,7 +252,7 @@ def test_gradient_that_is_not_finite_skips_on_all(ranks: RankPool) -> None:
 
 
 class _Late(nn.Module):
-    """A model with a layer that no rank uses at first, or that is frozen."""
+    """A model with a layer that is initially unused on all ranks, or frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class _Late(nn.Module):
 
 
 def _not_finite_late(rank: int, world: int, how: str, skips: bool) -> None:
-    """The gradient that is not finite is that of a parameter outside the bucket plan."""
+    """The non-finite gradient belongs to a parameter outside of the bucket plan."""
     torch.manual_seed(0)
     model = _Late()
     if how == "frozen":
@@ -340,7 +340,7 @@ def _refused(rank: int, world: int) -> None:
         late.module.register_full_backward_hook(lambda *_: ask(x))
     late(x).square().sum().backward()
     check(late.step_skipped and not said, "asked when all buckets were launched")
-    # When backward ends the reports are sent.
+    # The reports are sent when backward ends.
     ending = DistributedDataParallel(make(), on_failure="skip")
     ending.register_bucket_callback(lambda *_: ask(x, ending))
     backward(ending, rank, 0)
@@ -506,7 +506,7 @@ def test_copy_skips_too(ranks: RankPool) -> None:
 
 
 def _failing_hooks(rank: int, world: int, at_end: bool) -> None:
-    """A hook that fails on every rank is an error on every rank, and leaves no gradient behind."""
+    """A hook that fails on every rank is an error on every rank, and leaves no gradients."""
     ddp = DistributedDataParallel(make(seed=rank), on_failure="skip", message_size=20)
     fails = False
 
@@ -525,7 +525,7 @@ def _failing_hooks(rank: int, world: int, at_end: bool) -> None:
         if fails:
             with raises_in_rank(Exception, "elements" if at_end else "on purpose"):
                 backward(ddp, rank, step)
-            if not at_end:  # else each rank had its sums, and fails by itself
+            if not at_end:  # otherwise each rank has its sums, and fails on its own
                 _expect_skipped(ddp, before, f"step {step}")
         else:
             backward(ddp, rank, step)
@@ -538,7 +538,7 @@ def test_hook_that_fails_on_every_rank_leaves_no_gradient(ranks: RankPool, at_en
 
 
 def _all_skip_first(rank: int, world: int) -> None:
-    """Nothing that was recorded in a skipped step counts."""
+    """Nothing recorded in a skipped step counts."""
     ddp = DistributedDataParallel(make(seed=rank), static_graph=True)
     for step in range(4):
         ddp.zero_grad()
@@ -555,7 +555,7 @@ def test_first_step_that_every_rank_skips_records_nothing(ranks: RankPool) -> No
 
 
 def _changed_module(rank: int, world: int, forward: bool) -> None:
-    """The module has changed since the last step: skipping does not miss the new reducer."""
+    """The module has changed since the last step. Skipping must use the new reducer."""
     ddp = DistributedDataParallel(nn.Sequential(make(seed=rank), nn.Linear(4, 3)))
     backward(ddp, rank, 0)
     torch.manual_seed(rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""State dicts of the wrapper: the keys that it writes and those that it loads."""
+"""State dicts of the wrapper: the keys that it writes and accepts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class Holder(nn.Module):
-    """Its own keys begin with ``module.``, as those of torch's AveragedModel."""
+    """Its own keys begin with ``module.``, as those of torch's AveragedModel do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_state_dict_loads_with_and_without_prefix(ranks: RankPool, kind: type[nn
 
 
 def _versions(rank: int, world: int) -> None:
-    """Modules bring old state up to date by the version in the metadata."""
+    """Modules convert old state by the version in the metadata."""
 
     class Versioned(nn.Linear):
         _version = 2
@@ -131,7 +131,7 @@ def _refused(rank: int, world: int) -> None:
             ddp.load_state_dict(mixed, strict=strict)
     for name, value in ddp.state_dict().items():
         check_equal(value, before[name], f"{name} after the error")
-    # As in torch: a key of nothing, one that is missing, another shape.
+    # As in torch: an unknown key, a missing key, another shape.
     state = build(Net, seed=5).state_dict()
     with raises(RuntimeError, 'Unexpected key(s) in state_dict: "module.epoch"'):
         ddp.load_state_dict({**state, "epoch": torch.tensor(1)})
@@ -155,7 +155,7 @@ def test_state_dict_with_mixed_or_wrong_keys_raises(ranks: RankPool) -> None:
 
 
 class Ambiguous(nn.Module):
-    """Its key ``module.weight`` is also that of the wrapper for its ``weight``."""
+    """Its key ``module.weight`` is also the wrapper's key for its ``weight``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_keys_that_fit_both_readings_are_taken_as_all_of_them_fit(ranks: RankPoo
 
 
 def _checkpoint_functions(rank: int, world: int) -> None:
-    """torch.distributed.checkpoint strips ``module.`` for torch's own class only."""
+    """torch.distributed.checkpoint strips ``module.`` only for torch's own class."""
     source = DistributedDataParallel(build(Net, seed=3))
     state = dcp.get_model_state_dict(source)
     plain = dcp.get_model_state_dict(source.module)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that are out of step: every rank raises in the first step in which they are, by default.
+"""Ranks that are out of step: by default, every rank raises in the first such step.
 
-The oracle is what was done to rank 1: the error names it and its deed, on every rank."""
+The reference is the operation injected on rank 1. The error names the rank and it, on every
+rank."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ MISSTEPS = {
 
 
 def _missteps(rank: int, world: int, misstep: str, fused: bool, options: dict[str, Any]) -> None:
-    """Rank 1 does something else before step 3: every rank raises in that step and says so."""
+    """Rank 1 does something else before step 3. Every rank raises in that step and names it."""
     act, said = MISSTEPS[misstep]
     ddp = DistributedDataParallel(make(seed=rank), **options)
     kind = {"fused": True} if fused else {"momentum": 0.9}
@@ -95,7 +96,7 @@ def test_ranks_out_of_step_raise_on_all(
 
 
 def _last_backward_extra(rank: int, world: int) -> None:
-    """Rank 1's extra backward meets the others' step: all raise there."""
+    """Rank 1's extra backward meets the others' step. All ranks raise there."""
     ddp = DistributedDataParallel(make(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     error = None
@@ -118,7 +119,7 @@ def test_extra_backward_on_one_rank_raises_on_all(ranks: RankPool) -> None:
 
 
 def _no_misstep(rank: int, world: int) -> None:
-    """What ranks may do differently: they evaluate, and load the same values."""
+    """Allowed differences between ranks: evaluation, and loading the same values."""
     ddp = DistributedDataParallel(make(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
@@ -142,7 +143,7 @@ def test_ranks_that_evaluate_and_load_differently_do_not_raise(ranks: RankPool) 
 
 
 class _Refuses(torch.nn.Module):
-    """A model whose forward raises where it is told to."""
+    """A model whose forward raises on request."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class _Refuses(torch.nn.Module):
 
 
 def _more_forwards(rank: int, world: int, held: bool) -> None:
-    """One rank draws the graph, tries again after an exception, or passes over a batch."""
+    """One rank draws the graph, retries after an exception, or skips a batch."""
     ddp = DistributedDataParallel(_Refuses(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     kept = []
@@ -202,7 +203,7 @@ def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
 LEFT_OUT = "rank 0 stepped an optimizer twice without a backward between"
 ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
 LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
-# By name: which losses rank 0 runs backward on in step 2, and under no_sync() of which wrapper.
+# By name: the losses that rank 0 uses in step 2, and the wrapper that is in no_sync().
 DEEDS = {
     "second_left_out": ([0], None, LEFT_OUT),
     "first_left_out": ([1], None, LEFT_OUT),
@@ -239,7 +240,7 @@ def _several(rank: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", DEEDS)
 def test_out_of_step_in_one_of_several_wrappers(ranks: RankPool, name: str) -> None:
-    """The oracle for a deadlock is the pool's limit, which is above this one's timeout."""
+    """A deadlock would hit the pool's limit, which is above the timeout here."""
     ranks.run(2, _several, name)
 
 
@@ -253,7 +254,7 @@ def _optimizers_for_one_step(rank: int, world: int) -> None:
             optimizer = torch.optim.SGD([parameter], lr=0.001)
             optimizer.step()
             if rank == 1:
-                kept.append(optimizer)  # on the other rank the next one has its id()
+                kept.append(optimizer)  # on the other rank, the next optimizer reuses its id()
     check_same_on_all_ranks(list(ddp.parameters()), "optimizers made for one step")
 
 
@@ -274,15 +275,15 @@ class Slow(torch.autograd.Function):
 
 
 def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool) -> None:
-    """The facts of wrappers differ, and a rank is late between them: long enough for the others to
-    look at the wrappers that they do not wait for."""
+    """The reports of wrappers differ, and a rank is late between them, long enough for the others
+    to check the wrappers that they do not wait for."""
     wrappers = [DistributedDataParallel(torch.nn.Linear(6, 6)) for _ in range(2)]
     optimizer = torch.optim.SGD([p for w in wrappers for p in w.parameters()], lr=0.0)
     error = None
     for step in range(5):
         for wrapper in wrappers:
             wrapper.zero_grad()
-        if step >= 2 and rank == 0:  # written, to the same values, as by a sharded optimizer
+        if step >= 2 and rank == 0:  # writes the same values, as a sharded optimizer does
             for i in which:
                 for parameter in wrappers[i].parameters():
                     parameter.detach().mul_(1)

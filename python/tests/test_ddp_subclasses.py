@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parameters, gradients and buffers without memory of their own: subclasses that hold other
-tensors are synchronized, and what cannot be is refused by name, on all ranks."""
+"""Parameters, gradients and buffers without their own memory. Subclasses that hold other tensors
+are synchronized. Others are refused by name, on all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRAPS = {"opaque": Wrapper, "open": OpenWrapper, "pair": _pair}
 
 
 class Two(nn.Module):
-    """A plain layer, and parameters of which `wrap` makes subclasses."""
+    """A plain layer, and parameters that `wrap` converts to subclasses."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Two(nn.Module):
         self.weight = nn.Parameter(wrap(torch.randn(3, 4)))
         self.bias = nn.Parameter(wrap(torch.randn(3)))
         self.idle = nn.Parameter(wrap(torch.randn(2)))
-        # What flows from a pair into a plain layer is a pair: no gradient for a plain parameter.
+        # A pair that flows into a plain layer stays a pair, so a plain parameter gets no gradient.
         self.deep = kind != "pair"
 
     def forward(self, x: Tensor, idle: bool) -> list[Tensor]:
@@ -70,7 +70,7 @@ class Two(nn.Module):
 
 
 def _expected(model: Two, rank: int, step: int, idle: bool) -> list[list[Tensor | None]]:
-    """The gradients of one rank at float64, by parameter and inner tensor."""
+    """The float64 gradients of one rank, by parameter and inner tensor."""
     plain = copy.deepcopy(model.first).double()
     own = [[t.detach().double().requires_grad_() for t in inner(p)]
            for p in (model.weight, model.bias, model.idle)]  # fmt: skip
@@ -113,7 +113,7 @@ def _trains(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
             return step == 1 or (step >= 3 and r == 1)
 
         expected = _mean([_expected(model, r, step, idle(r)) for r in range(world)])
-        if step != 4:  # then gradients accumulate
+        if step != 4:  # in step 4, gradients accumulate
             optimizer.zero_grad()
         before = [[] if p.grad is None else [t.clone() for t in inner(p.grad)] for p in parameters]
         torch.autograd.backward(ddp(data(rank, step, 6, 4), idle(rank)))
@@ -122,7 +122,7 @@ def _trains(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
             if expected[i][0] is None:
                 check(parameter.grad is None, f"{what}: a gradient")
                 continue
-            # One that this rank did not have is a Pair, or plain.
+            # A gradient that this rank did not have is a Pair, or plain.
             own = type(parameter.grad) is type(parameter) or (kind != "pair" and i == 4)
             check(i < 2 or own, f"{what}: {parameter.grad}")
             for j, actual in enumerate(inner(parameter.grad)):
@@ -210,7 +210,7 @@ def test_subclass_quantized_base_weight_is_rank_0s_under_an_adapter(ranks: RankP
 
 
 class Buffered(nn.Module):
-    """Buffers of every kind that can be sent, in which each rank has values of its own."""
+    """Buffers of every supported kind, with different values on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def _buffers(rank: int, world: int) -> None:
         for value, expected in zip(model.values(), first, strict=True):
             check_equal(value, expected, f"step {step}")
         check_equal([t.stride() for t in model.values()], kept, "strides")
-        for tensor in model.values():  # in place, on each rank in its own way
+        for tensor in model.values():  # in place, differently on each rank
             base = tensor._base if tensor._base is not None else tensor
             base.copy_(torch.full_like(base, rank + step + 1))
         first = [torch.full_like(t, step + 1) for t in first]
@@ -251,7 +251,7 @@ def test_subclass_and_expanded_buffers_are_rank_0s_before_each_forward(ranks: Ra
 
 
 def _large(rank: int, world: int) -> None:
-    """More than a tensor that is received where it lies, in one piece."""
+    """Larger than the tensors that are received directly in one piece."""
     values = [
         Wrapper(torch.full((1 << 19,), float(rank))),
         torch.full((1,), float(rank)).expand(1 << 19),
@@ -273,7 +273,7 @@ def test_subclass_parameters_of_a_reducer_are_rank_0s(ranks: RankPool) -> None:
 
 
 def _steps(optimizer_of: Callable[[list[nn.Parameter]], Any], kind: str | None, rank: int) -> Any:
-    """The weights after three steps on two ranks; `kind` None: of plain tensors."""
+    """The weights after three steps on two ranks. `kind` None means plain tensors."""
     torch.manual_seed(3)
     values = torch.randn(3, 4)
     layer = nn.Linear(4, 3, bias=False)
@@ -364,7 +364,7 @@ CAUSES = {
 def _refused(rank: int, world: int, on: list[int]) -> None:
     for kind, where in BAD:
         _refuses(rank, world, kind, where, on)
-    # No rank waits for another, and the group is usable.
+    # No rank waits for another, and the group can still be used.
     good = DistributedDataParallel(nn.Linear(4, 3))
     good(data(rank, 0, 6, 4)).sum().backward()
     check_same_on_all_ranks([p.grad for p in good.parameters()], "after the errors")

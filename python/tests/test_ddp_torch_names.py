@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of torch's DistributedDataParallel that libraries use, beside its documented ones."""
+"""Undocumented names of torch's DistributedDataParallel that libraries use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ignored(rank: int, world: int) -> None:
     model.count += rank
     own = model.local.weight.detach().clone()
     if rank == 1:
-        model.local.weight = nn.Parameter(own[:2])  # even of another shape
+        model.local.weight = nn.Parameter(own[:2])  # may even have another shape
         model.local.weight = nn.Parameter(own)
     with raises(ValueError, "no parameter or buffer 'locl.bias'"):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["locl.bias"])
@@ -64,21 +64,21 @@ def _ignored(rank: int, world: int) -> None:
         mean = model.norm.running_mean.clone()
         dist.broadcast(mean, 0)
         if step < 2:
-            model.norm.running_mean += rank  # rank 0's is taken by the next forward
+            model.norm.running_mean += rank  # the next forward broadcasts rank 0's
     check_equal(sorted(sum(ddp.bucket_plan(), [])), sorted(names), "what is in the buckets")
-    model.local.weight = nn.Parameter(own.clone())  # replacing an ignored one is no change
+    model.local.weight = nn.Parameter(own.clone())  # replacing an ignored parameter is no change
     built = ddp._engine.made
     ddp(torch.randn(4, 3)).sum().backward()
     check_equal(ddp._engine.made, built, "engines made")
     copied = copy.deepcopy(ddp)
     copied(torch.randn(4, 3)).sum().backward()
     check_equal(copied.parameters_to_ignore, set(IGNORED), "names in a copy")
-    model.local.weight = nn.Parameter(own[:, :2])  # not compared: ranks may differ
+    model.local.weight = nn.Parameter(own[:, :2])  # not compared, so ranks may differ
     DistributedDataParallel(model)
 
 
 def copy_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The loss of `model` with the buffers put back."""
+    """The loss of `model`. Restores the buffers."""
     before = [b.clone() for b in model.buffers()]
     loss = model(x).square().sum()
     for buffer, old in zip(model.buffers(), before, strict=True):
@@ -107,7 +107,7 @@ def _names(rank: int, world: int) -> None:
         ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
     ddp._set_ddp_runtime_logging_sample_rate(10)
 
-    # forward_sync_buffers is broadcast_buffers; require_forward_param_sync withholds it
+    # forward_sync_buffers is broadcast_buffers; require_forward_param_sync disables it
     check_equal(
         (ddp.forward_sync_buffers, ddp.require_forward_param_sync), (False, True), "options"
     )
@@ -139,7 +139,7 @@ def test_semi_public_names_work_or_say_what_does(ranks: RankPool) -> None:
 
 
 def _bucket_caps(rank: int, world: int) -> None:
-    quarter = [nn.Linear(256, 256, bias=False) for _ in range(6)]  # of a MiB each
+    quarter = [nn.Linear(256, 256, bias=False) for _ in range(6)]  # 1 MiB each
     for caps, sizes in ([0.25, 0.5], [1, 2, 2, 1]), ([0.5, 0.25, 1], [2, 4]), ([0.75], [3, 3]):
         ddp = DistributedDataParallel(
             nn.Sequential(*quarter), bucket_cap_mb_list=caps, batched_grad_copy=True
@@ -171,7 +171,7 @@ def test_device_mesh_is_kept_and_left_behind_by_copies(ranks: RankPool) -> None:
 
 def _exhausted(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    # The clause of scripts that were written for torch's wrapper.
+    # The except clause of scripts that were written for torch's wrapper.
     with raises(RuntimeError, "Detected at least one rank that exhausted inputs."):
         with ddp.join(throw_on_early_termination=True):
             for _ in range(2 + rank):

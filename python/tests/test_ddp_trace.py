@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Traces and pictures of overlap reports and straggler reports.
 
-The oracles: the clock of the test around each part of the step, a trace that is read back, and
-clocks that the test puts forward by a known time.
+The references: the test's own clock around each part of the step, a trace that is read back, and
+clocks that the test shifts by a known time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_clock_offset_other_clock_is_found_to_the_time_of_a_collective(offset: f
         first.append((entered[0], left[0]))
         mine.append((entered[1] - offset, left[1] - offset))
     assert clock_offset(first, mine) == pytest.approx(offset, abs=0.1)
-    # Where both come at once it is as good as the collective is fast.
+    # If both ranks arrive at once, the accuracy is the duration of the collective.
     both = [(float(n), n + 0.002) for n in range(4)]
     assert clock_offset(both, [(b - offset, e - offset) for b, e in both]) == pytest.approx(offset)
 
@@ -94,7 +94,7 @@ def test_trace_of_two_ranks_is_on_one_clock() -> None:
 
 
 def _check_nested(events: list[dict[str, Any]]) -> None:
-    """Slices of a row lie apart or one in the other, or the viewers drop them."""
+    """Slices of a row must be disjoint or nested, or the viewers drop them."""
     rows = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -148,7 +148,7 @@ def _traces(rank: int, world: int, folder: str) -> None:
         optimizer.zero_grad()
     report = model.overlap_report()
     assert report is not None
-    model(torch.ones(2, 6))  # the next step's
+    model(torch.ones(2, 6))  # the next step's forward
     check_equal(model.overlap_report(), report, "report after the next forward")
     names = [span.name for span in report.spans]
     check_equal(names, ["forward", "forward", "step (SGD)"], "spans")
@@ -174,7 +174,7 @@ def _traces(rank: int, world: int, folder: str) -> None:
     check(all(event["ts"] >= 0 for event in events if event["ph"] == "X"), "a time before 0")
     begins = {e["pid"]: e["ts"] for e in events if e["ph"] == "X" and e["name"] == "backward"}
     ends = {e["pid"]: e["ts"] + e["dur"] for e in events if e.get("name") == "backward"}
-    # A rank's backward ends after that of every other one has begun, by one clock.
+    # On one clock, a rank's backward ends after all others have begun.
     check(max(begins.values()) <= min(ends.values()), f"{begins} and {ends}")
     buckets = [e["args"] for e in events if e["ph"] == "X" and "parameters" in e["args"]]
     check_equal(len(buckets), world * len(report.buckets), "buckets")
@@ -235,7 +235,7 @@ def _whose(rank: int, world: int, folder: str) -> None:
         for _ in range(3):
             of_it.zero_grad()
             wrapper(torch.ones(2, 4)).sum().backward()
-            other.step()  # of another model
+            other.step()  # an optimizer of another model
             of_it.step()
             with torch.no_grad():
                 wrapper(torch.ones(2, 4))  # evaluation
@@ -243,7 +243,7 @@ def _whose(rank: int, world: int, folder: str) -> None:
         check_equal(names, ["forward", "step (SGD)"], "spans")
     report = model.overlap_report()
     check_equal(report.rank, 0, "rank in a group of its own")
-    # Of several groups, the row is the rank in that of the trace.
+    # With several groups, the row is the rank in the trace's group.
     report.save_trace(f"{folder}/trace.json", group=dist.group.WORLD)
     dist.barrier()
     events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]

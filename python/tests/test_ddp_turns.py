@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Several wrappers whose messages have one order: over one group, or by hooks that share one.
 
-On the CPU a wrapper over Gloo has a channel of its own; a group that is written in Python is shared
-by all wrappers, as NCCL's are. The oracles: float64 in one process, ranks that are equal bit for
-bit with a seed of their own on each, and the time limit of the pool."""
+On the CPU, a wrapper over Gloo has its own channel. A group written in Python is shared by all
+wrappers, as NCCL's are. The references: float64 in one process, bitwise equality of ranks with
+different seeds, and the time limit of the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
-#: What each rank uses of the model that was wrapped last, in turn.
+#: The layers of the last wrapped model that each rank uses, in turn.
 USED = [[0, 1, 2], [0, 2], [1]]
 
 
@@ -41,7 +41,7 @@ def _wrappers(group: Any, **options: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _step(models: list[Any], wrappers: list[Any], rank: int, world: int, step: int) -> None:
-    """Rank by rank other layers are left out of the second wrapper's."""
+    """Each rank skips other layers of the second wrapper."""
 
     def loss(nets: list[Any], r: int) -> Tensor:
         x = batch(r, step).to(next(nets[1].parameters()).dtype)
@@ -82,7 +82,7 @@ def test_layers_left_out_on_some_ranks(
 
 
 def _is_told(models: list[Any]) -> bool:
-    """Over NCCL the host does not wait for reports: gradients are NaN."""
+    """Over NCCL the host does not wait for reports, so gradients are set to NaN."""
     if DEVICE == "cpu":
         return False
     return any(not p.grad.isfinite().all() for m in models for p in m.parameters())
@@ -122,7 +122,7 @@ def _group(shared: bool) -> Any:
 
 
 def _hooks(rank: int, world: int, phases: int, shared: bool) -> None:
-    """Hooks of both wrappers on the default group; the ranks are slow in turn."""
+    """Hooks of both wrappers on the default group. The ranks are slow in turn."""
     torch.manual_seed(rank)
     models, wrappers = _wrappers(_group(shared), message_size=1)
 
@@ -158,7 +158,7 @@ def test_hooks_of_two_wrappers_on_one_group(ranks: RankPool, phases: int, shared
 def _hook_fails_on_every_rank(
     rank: int, world: int, shared: bool, skips: bool, hooked: tuple[int, ...], raises: bool
 ) -> None:
-    """With ``raises`` a layer of rank 0 does so as well, in the same backward."""
+    """With ``raises``, a layer of rank 0 also raises in the same backward."""
     torch.manual_seed(rank)
     options: dict[str, Any] = {"on_failure": "skip"} if skips else {}
     models, wrappers = _wrappers(_group(shared), message_size=1, **options)

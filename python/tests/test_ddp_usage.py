@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What training programs do with DistributedDataParallel: skip, freeze, replace, accumulate."""
+"""Common uses of DistributedDataParallel: skip, freeze, replace, accumulate."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _keeps_old(rank: int, world: int, options: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(build(), **options)
     ddp(data(rank), [0, 1, 2]).sum().backward()
     before = gradients(ddp)
-    # Not cleared: layer 2 is used by nobody now, layer 1 by rank 1 only.
+    # Gradients are not cleared. No rank uses layer 2 now, and only rank 1 uses layer 1.
     ddp(data(rank, 1), [[0], [0, 1]][rank]).sum().backward()
     for name, grad in gradients(ddp).items():
         if "layers.2" in name:
@@ -117,7 +117,7 @@ def _no_parameter(rank: int, world: int) -> None:
         x = data(r).requires_grad_()
         if r == 1:
             return model(x * 1.0, [0, 1, 2]).sum()
-        # Rank 0's loss takes the outputs, but no gradient flows through them to a parameter.
+        # Rank 0's loss uses the outputs, but no gradient flows through them to a parameter.
         with torch.no_grad():
             out = model(x * 1.0, [0, 1, 2])
         return (out * x).sum() + 0 * model(x * 1.0, []).sum()
@@ -167,7 +167,8 @@ def test_frozen_and_unfrozen_parameters_average(ranks: RankPool, options: dict[s
 
 
 def _freezes_alone(rank: int, world: int, options: dict[str, Any]) -> None:
-    """In every rhythm one rank freezes another set now and then: all raise, and can go on."""
+    """In every pattern, one rank sometimes freezes another set. All ranks raise, and can
+    continue."""
     model = build()
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(model, **options)
@@ -196,7 +197,8 @@ def test_a_parameter_frozen_on_one_rank_raises_on_all(
 
 
 def _frozen_after_accumulation(rank: int, world: int, options: dict[str, Any]) -> None:
-    """What accumulated under no_sync() is averaged once, although it is frozen by then."""
+    """Gradients accumulated under no_sync() are averaged once, although the parameter is frozen
+    then."""
     ddp = DistributedDataParallel(build(), **options)
     for step in range(9):
         check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).square().mean(), f"{step}")
@@ -243,7 +245,7 @@ def _replaces(rank: int, world: int, options: dict[str, Any]) -> None:
     module = ddp.module
     check_step(ddp, _plain_loss, "before")
     with torch.random.fork_rng():
-        torch.manual_seed(rank)  # each rank makes its own; rank 0's counts
+        torch.manual_seed(rank)  # each rank creates its own; rank 0's is broadcast
         module.layers[1] = nn.Linear(4, 4)
     ddp(data(rank), [0])
     check_same_on_all_ranks(list(ddp.parameters()), "parameters after a layer was replaced")
@@ -321,7 +323,7 @@ def _gan(rank: int, world: int, options: dict[str, Any]) -> None:
         return [c(data(r, step)).sum(), c(g(data(r, step + 50)).detach()).square().sum()]
 
     for step in range(3):
-        # Two forwards of the critic, then a backward each; or one backward for both.
+        # Two forwards of the critic, then one backward each, or one backward for both.
         expected = mean_over_ranks([
             alone(plain.critic, lambda c, r=r, s=step: sum(critic_loss(plain.generator, c, r, s)))
             for r in range(world)
@@ -335,7 +337,7 @@ def _gan(rank: int, world: int, options: dict[str, Any]) -> None:
             fake.backward()
         check_gradients(critic, expected, f"critic, step {step}", 1e-5)
 
-        # The generator's step goes through the critic: both are averaged.
+        # The generator's step also runs through the critic, and both are averaged.
         def fool(model: Gan, r: int, step: int = step) -> Tensor:
             return -model.critic(torch.tanh(model.generator(data(r, step)))).square().sum()
 
@@ -397,11 +399,11 @@ def _evaluates_between(rank: int, world: int) -> None:
     for step in range(3):
         check_step(ddp, _plain_loss, f"step {step}")
         ddp.eval()
-        if rank == 0:  # evaluation needs no other rank
+        if rank == 0:  # evaluation does not involve other ranks
             with torch.no_grad():
                 ddp(data(rank), [0])
         ddp.train()
-        # A forward that is never followed by a backward.
+        # A forward without a backward.
         ddp(data(rank), [0, 1])
 
 
@@ -409,7 +411,7 @@ def test_evaluation_and_abandoned_forwards_between_steps(ranks: RankPool) -> Non
     ranks.run(2, _evaluates_between)
 
 
-# --- what users see of an exception ---
+# --- what users see after an exception ---
 
 
 class _Raises(torch.autograd.Function):
@@ -430,7 +432,7 @@ def _fails_then_goes_on(rank: int, world: int, options: dict[str, Any], when: in
             h = model[1](model[0](data(rank)))
             with raises(ArithmeticError, "on purpose"):
                 ddp.module[3](ddp.module[2](_Raises.apply(h))).sum().backward()
-            # Through the wrapper, so that the failure comes after some gradients.
+            # Through the wrapper, so that the failure follows some gradients.
             hook = model[1].register_forward_hook(lambda m, a, out: _Raises.apply(out))
             with raises(ArithmeticError, "on purpose"):
                 ddp(data(rank)).sum().backward()

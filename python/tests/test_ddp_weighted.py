@@ -69,13 +69,13 @@ def _wrong_weights(rank: int, world: int) -> None:
             _backward(ddp, 2)
     ddp.zero_grad()
     with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside of weight()"):
-        with ddp.no_sync():  # one of an accumulation is enough
+        with ddp.no_sync():  # one weight per accumulation is enough
             if rank == 0:
                 ddp(torch.ones(2, 4)).sum().backward()
             else:
                 _backward(ddp, 2)
         _backward(ddp, 2)
-    # All go on, and nothing is left of the weights of what failed.
+    # All ranks continue, without the weights of the failed backward.
     ddp.zero_grad()
     _backward(ddp, 2)
     check_equal(ddp.total_weight, 2.0 * world, "total")
@@ -101,7 +101,7 @@ def _refused(rank: int, world: int) -> None:
             pass
     with ddp.weight(1), raises(RuntimeError, "inside of another weight()"), ddp.weight(1):
         pass
-    _backward(ddp, 3)  # the block above is left
+    _backward(ddp, 3)  # outside of the block above
     check_equal(ddp.total_weight, 3.0 * world, "total")
     with raises(RuntimeError, "still held the gradient that the last synchronized backward"):
         _backward(ddp, 3)
@@ -132,11 +132,11 @@ def _no_weight(rank: int, world: int) -> None:
     check_equal(ddp.total_weight, 0.0, "total")
     check(all(not p.grad.any() for p in ddp.parameters()), "gradients of no sample")
     ddp.zero_grad()
-    with ddp.weight(0):  # what a mean over nothing gives
+    with ddp.weight(0):  # the gradient of a mean over nothing
         (ddp(torch.ones(2, 4)).sum() * float("nan")).backward()
     check(all(not p.grad.any() for p in ddp.parameters()), "gradients of no sample, NaN")
     ddp.zero_grad()
-    _backward(ddp, rank)  # rank 0 counts nothing
+    _backward(ddp, rank)  # rank 0 has weight 0
     check_equal(ddp.total_weight, float(sum(range(world))), "total")
 
 
@@ -150,7 +150,7 @@ def _dropped(rank: int, world: int) -> None:
         _backward(ddp, 5)
     loss = ddp.skip_step()
     if rank == 0:
-        loss.backward()  # without a weight: the step is skipped anyway
+        loss.backward()  # without a weight, because the step is skipped anyway
     else:
         _backward(ddp, 5)
     check(ddp.step_skipped, "not skipped")
@@ -171,7 +171,7 @@ def _given_up(rank: int, world: int) -> None:
     for _ in range(3):
         with ddp.no_sync():
             _backward(ddp, 5)
-            if rank == 1:  # gives up and begins again
+            if rank == 1:  # gives up and starts again
                 ddp.zero_grad()
                 _backward(ddp, 1)
         _backward(ddp, 2)
@@ -198,11 +198,11 @@ def test_weighted_skipped_and_failed_backwards_drop_their_weights(ranks: RankPoo
 
 
 def _half(rank: int, world: int) -> None:
-    """Sums of float16 that would overflow: the mean is 30."""
+    """float16 sums that would overflow. The mean is 30."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 1, bias=False).half()
     ddp = DistributedDataParallel(layer, gradient_average="weighted")
-    samples = 1024 * (1 + rank)  # of the ranks: 30,720 and 61,440; of both: over 65,504
+    samples = 1024 * (1 + rank)  # sums by rank: 30,720 and 61,440; in total over 65,504
     for step in range(3):
         ddp.zero_grad()
         with ddp.weight(samples):
@@ -215,7 +215,7 @@ def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
 
 
 def _shrinking(rank: int, world: int, hook: str | None) -> None:
-    """The last batch of an epoch: totals that fall and rise by orders of magnitude."""
+    """The last batch of an epoch. Totals fall and rise by orders of magnitude."""
     layer = nn.Linear(8, 1, bias=False)
     layer = layer if hook else layer.half()
     ddp = DistributedDataParallel(layer, gradient_average="weighted")
@@ -228,7 +228,7 @@ def _shrinking(rank: int, world: int, hook: str | None) -> None:
             (ddp(x).sum() * samples).backward()
         expected = 2.0**-10 if samples else 0.0
         check(bool((layer.weight.grad == expected).all()), f"{samples}: {layer.weight.grad}")
-    with ddp.join():  # rank 1 has run out when the last two begin
+    with ddp.join():  # rank 1 has run out of data when the last two begin
         for samples in (2, 64, 0)[: 1 if rank == 1 else 3]:
             ddp.zero_grad()
             with ddp.weight(samples):
@@ -252,7 +252,7 @@ def _adversarial(rank: int, world: int) -> None:
     discriminator, generator = _ddp(), nn.Linear(4, 4)
     for parameter in discriminator.module.parameters():
         parameter.requires_grad_(False)
-    with discriminator.no_sync():  # the generator's step: these are no samples of it
+    with discriminator.no_sync():  # in the generator's step, these are not its samples
         discriminator(generator(torch.ones(7, 4))).sum().backward()
     with discriminator.no_sync(), discriminator.weight(7):
         discriminator(generator(torch.ones(7, 4))).sum().backward()
@@ -297,7 +297,7 @@ def _callbacks(rank: int, world: int) -> None:
     for weight in (2, 2, 0, 2):
         seen.clear()
         ddp.zero_grad()
-        with ddp.weight(weight):  # without a sample the mean of nothing is NaN
+        with ddp.weight(weight):  # without a sample, the mean of nothing is NaN
             (ddp(torch.ones(2, 4)).sum() * (1.0 if weight else float("nan"))).backward()
         check_equal(len(seen), len(list(ddp.parameters())), "gradients in callbacks")
         for gradient in seen:
@@ -337,7 +337,7 @@ def _module_changes(rank: int, world: int) -> None:
     _backward(ddp, 1)
     ddp.zero_grad()
     ddp.module.add_module("more", nn.Linear(2, 2))
-    _backward(ddp, 4)  # the forward inside makes another reducer
+    _backward(ddp, 4)  # the forward inside creates another reducer
     check_equal(ddp.total_weight, 4.0 * world, "total")
     frozen = list(ddp.module[0].parameters())
     for parameter in frozen:
@@ -354,7 +354,8 @@ def test_weighted_module_that_changes_inside_of_a_block(ranks: RankPool) -> None
 
 
 def _counts(rank: int, world: int) -> None:
-    """The report carries it: as many collectives as without, by the calls of the groups."""
+    """The report carries the weight, so the groups see the same number of collectives as
+    without."""
     calls = []
     for average in (True, "weighted"):
         ddp = _ddp(gradient_average=average)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torch.set_default_device`` of a script does not reach the tensors that the package makes."""
+"""A script's ``torch.set_default_device`` does not affect the tensors that the package creates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTORIES = {function.__name__ for function in _device_constructors()}
 
 
 def _without_device(source: str) -> list[str]:
-    """Calls of torch's functions that make a tensor on the default device."""
+    """Calls of torch's functions that create a tensor on the default device."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     return [
         f"line {call.lineno}: {ast.unparse(call)}"
@@ -51,7 +51,7 @@ def test_every_tensor_of_the_package_names_its_device() -> None:
     for package in (apex, amp_C, apex_C):
         for path in Path(package.__file__).parent.rglob("*.py"):
             text = path.read_text()
-            # A name without its module would not be seen.
+            # A name without its module would not be detected.
             assert "from torch import *" not in text
             imported = [
                 alias.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.demo`` shows what it says it shows."""
+"""``python -m apex.demo`` shows what it promises."""
 
 from __future__ import annotations
 

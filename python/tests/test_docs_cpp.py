@@ -3,9 +3,9 @@
 
 A block is one of three kinds. A whole program has a ``main``. Declarations are at namespace scope,
 and blocks of the same section may use them. Anything else is a fragment, the body of a function,
-which may use what ``cpp/tests/docs/given.h`` declares. Left out are pages whose blocks are parts of
-sources that are compiled, as tests see to: ``extending.md`` (test_docs_snippets), the tutorial
-(test_examples_tutorial), and ``c_api.md`` (below).
+which may use the declarations in ``cpp/tests/docs/given.h``. Pages whose blocks are parts of
+compiled sources are excluded, because other tests check these: ``extending.md``
+(test_docs_snippets), the tutorial (test_examples_tutorial), and ``c_api.md`` (below).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def all_blocks() -> list[Block]:
     ]
 
 
-#: Code that only passes a wrapper and its parts around needs none of our headers. Where the same
-#: names are defined, with other kinds or parameters, this is an error.
+#: Code that only passes a wrapper and its parts around needs none of our headers. If the same names
+#: are defined with other kinds or parameters, this is an error.
 FORWARD = """
 namespace apex::amp { class LossScaler; }
 namespace apex::parallel {
@@ -94,7 +94,7 @@ void train(apex::parallel::DistributedDataParallel<Net>&, apex::parallel::LARC&,
 
 
 def translation_unit(blocks: list[Block]) -> str:
-    """FORWARD, then all blocks, in namespaces by section, with their includes in front."""
+    """FORWARD, then all blocks, in namespaces by section, with their includes first."""
     includes: list[str] = []
     body: list[str] = []
     for number, block in enumerate(blocks):
@@ -112,7 +112,7 @@ def translation_unit(blocks: list[Block]) -> str:
     return "\n".join([FORWARD, *dict.fromkeys(includes), '#include "given.h"', *body])
 
 
-#: What a compiler calls a standard that was a draft when it was released.
+#: The name of a standard in compilers that are older than its release.
 DRAFTS = {"c++20": "c++2a", "c++23": "c++2b"}
 
 
@@ -123,7 +123,7 @@ def find_compiler(name: str) -> str | None:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    # The words that are looked for below are English.
+    # The words that the test searches for are English.
     environment = {**os.environ, "LC_ALL": "C"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
@@ -134,7 +134,7 @@ def called(compiler: str) -> str:
 
 @functools.cache
 def standard_option(compiler: str, standard: str) -> str | None:
-    """How this compiler spells the standard; None: it does not know it."""
+    """How this compiler spells the standard; None if it does not support it."""
     for name in filter(None, (standard, DRAFTS.get(standard))):
         if run([compiler, f"-std={name}", "-fsyntax-only", "-xc++", os.devnull]).returncode == 0:
             return f"-std={name}"
@@ -144,7 +144,7 @@ def standard_option(compiler: str, standard: str) -> str | None:
 def compile_source(
     name: str, source: Path, *options: str, standard: str = "c++20"
 ) -> subprocess.CompletedProcess[str]:
-    """Skips the test where there is no such compiler, or one without that standard."""
+    """Skips the test without such a compiler, or if it does not support that standard."""
     compiler = find_compiler(name)
     if compiler is None:
         pytest.skip(f"there is no {name} here")
@@ -162,7 +162,7 @@ def compile_source(
 
 
 def require_torch(name: str, folder: Path, standard: str = "c++20") -> None:
-    """For results that are not as expected: skips where the compiler cannot compile torch alone."""
+    """After an unexpected result, skip if the compiler cannot compile torch alone."""
     source = folder / "torch_alone.cpp"
     source.write_text("#include <torch/torch.h>\n")
     done = compile_source(name, source, standard=standard)
@@ -183,7 +183,7 @@ def test_docs_cpp_blocks_compile(compiler: str, standard: str, tmp_path: Path) -
 
 
 def fake_compiler(folder: Path, *standards: str) -> Path:
-    """A compiler that knows these standards, and cannot compile a header."""
+    """A compiler that supports these standards, but cannot compile a header."""
     folder.mkdir()
     path = folder / "clang++"
     path.write_text(f"""#!/bin/sh
@@ -201,7 +201,7 @@ exit 1
 def test_compiler_of_another_age_is_asked_what_it_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One test suite runs with every compiler: a standard may have the name of its draft."""
+    """One test suite runs with every compiler. A standard may have its draft's name."""
     draft = fake_compiler(tmp_path / "draft", "c++20", "c++2b")
     assert standard_option(str(draft), "c++20") == "-std=c++20"
     assert standard_option(str(draft), "c++23") == "-std=c++2b"

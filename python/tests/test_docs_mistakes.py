@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The tables of mistakes in README and docs/features.md: two ranks over Gloo, with both wrappers.
 
-Two rows have their cases elsewhere: a rank that is late in test_stalls, batches of different sizes
+Two rows are tested elsewhere: a rank that is late in test_stalls, batches of different sizes
 in test_ddp_weighted.
 """
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
-#: The step in which the mistake is made, by rank 1.
+#: The step in which rank 1 makes the mistake.
 MISTAKE = 5
-#: What rank 0 waits for a rank that has left the loop.
+#: How long rank 0 waits for a rank that has left the loop.
 TIMEOUT = datetime.timedelta(seconds=4)
 
 
@@ -87,7 +87,7 @@ def _step(mistake: str, ddp: Any, optimizer: Any, rank: int, step: int) -> None:
 
 
 def _train(rank: int, world: int, package: str, mistake: str) -> tuple[int, str, list[str], Tensor]:
-    """The step that raised, or STEPS, the error, notices, and all parameters."""
+    """The step that raised (or STEPS), the error, notices, and all parameters."""
     group = dist.new_group(list(range(world)), timeout=TIMEOUT)
     wrapper: Any = {
         "torch": nn.parallel.DistributedDataParallel,
@@ -116,7 +116,7 @@ def _train(rank: int, world: int, package: str, mistake: str) -> tuple[int, str,
 
 
 def _averaged() -> Tensor:
-    """Parameters of one process that takes the mean of both ranks' losses."""
+    """The parameters of one process that trains with the mean of both ranks' losses."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

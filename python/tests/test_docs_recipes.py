@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipes of docs/recipes.md on two ranks with a seed each (test_docs_snippets.py: on one).
+"""The recipes of docs/recipes.md on two ranks with different seeds (test_docs_snippets.py: on one).
 
-Oracles: every wrapped model has the same bits on both ranks; of the loss over the whole batch the
-parameters that one process gets from all samples, in float64; counts that add up.
+References: every wrapped model is bitwise equal on both ranks. With a loss over the whole batch,
+the parameters equal those that one process gets from all samples in float64. Counts add up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Board:
 
 
 def _run(code: str, rank: int, folder: str) -> dict[str, Any]:
-    """Runs a recipe in this rank's group; returns its variables. Files are in `folder`."""
+    """Run a recipe in this rank's group, with its files in `folder`. Returns its variables."""
     names: dict[str, Any] = {}
     torch.manual_seed(100 + rank)
     code = re.sub(r'"(best\.pt|log\.csv|runs)', rf'"{folder}/\1', code)
@@ -77,7 +77,7 @@ def test_recipe_leaves_ranks_alike(ranks: RankPool, recipe: str, tmp_path: Path)
 
 
 def _contrastive(draws: list[list[tuple[Tensor, Tensor]]], weight: Tensor, bias: Tensor) -> Tensor:
-    """What one process gets from the samples of all ranks, by SGD at a rate of 0.1."""
+    """The result of one process on the samples of all ranks, with SGD at a rate of 0.1."""
     weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     for step in range(len(draws[0])):
         x = torch.cat([rank[step][0] for rank in draws])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The reference has every public name, and what is written by hand agrees with the sources."""
+"""The reference has every public name, and its manual parts agree with the sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import apex
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 INCLUDE = ROOT / "cpp" / "include"
-#: Its page shows the whole of it.
+#: Its page shows all of it.
 C_HEADER = INCLUDE / "apex" / "c_api.h"
 MODULES = (
     "apex",
@@ -37,7 +37,7 @@ MODULES = (
 
 
 def generator(name: str) -> ModuleType:
-    """A module of docs/ that writes a part of the reference."""
+    """A module of docs/ that generates a part of the reference."""
     sys.path.insert(0, str(DOCS))
     try:
         return importlib.import_module(name)
@@ -56,7 +56,7 @@ def test_python_reference_has_every_public_name(module: str) -> None:
 
 
 def test_python_reference_describes_every_name_in_its_directives() -> None:
-    """Sphinx warns of a name that is not there; one without a docstring it leaves out silently."""
+    """Sphinx warns about unknown names, but silently omits names without a docstring."""
     page = (DOCS / "api.md").read_text()
     found = re.findall(r"auto(?:class|function|exception):: ([\w.]+)", page)
     assert len(found) > 20
@@ -67,7 +67,7 @@ def test_python_reference_describes_every_name_in_its_directives() -> None:
 
 
 def test_cpp_reference_has_every_name_of_the_headers() -> None:
-    """The oracle is cruder: what stands behind APEX_API, class, struct and using."""
+    """The reference method is simpler: names after APEX_API, class, struct and using."""
     reference = generator("reference_cpp").reference()
     names = set()
     for header in set(INCLUDE.rglob("*.h")) - {INCLUDE / "apex" / "export.h", C_HEADER}:
@@ -103,7 +103,7 @@ def test_cpp_reference_keeps_bodies_and_private_members_out() -> None:
     assert "core_" not in reference
     assert "detail::collect" not in reference
     assert "void prepare_for_forward();" in reference
-    # A body that stands in the header ends the declaration.
+    # A function body in the header ends the declaration.
     assert "auto forward(Args&&... args);" in reference
 
 
@@ -111,7 +111,7 @@ def test_headers_of_the_reference_are_all() -> None:
     included = (INCLUDE / "apex" / "parallel.h").read_text()
     for header in INCLUDE.rglob("*.h"):
         name = str(header.relative_to(INCLUDE))
-        # Not a header with names of its own: visibility, and the list itself.
+        # Headers without names of their own: visibility, and the list itself.
         others = ("apex/export.h", "apex/parallel.h")
         assert name in others or header == C_HEADER or f"<{name}>" in included, name
     page = ROOT / "docs" / "cpp" / "c_api.md"
@@ -134,7 +134,7 @@ def test_options_of_python_are_those_of_the_signatures() -> None:
 
 
 def test_options_of_the_wrapper_are_explained_with_their_defaults() -> None:
-    """The tables of the guide, which are written by hand."""
+    """The tables of the guide, which are written manually."""
     page = (DOCS / "distributed_data_parallel.md").read_text()
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `([^`]*)` \|", page, re.M)
     table = {option: default for names, default in rows for option in re.findall(r"`(\w+)`", names)}
@@ -166,7 +166,7 @@ def test_environment_variables_are_listed() -> None:
 
 # --- messages ---
 
-#: What torch, Python or a backend says, and what is put together from two places.
+#: Messages of torch, Python or a backend, and messages composed from two places.
 OF_OTHERS = (
     "unexpected keyword argument",
     "one of the variables needed for gradient computation",
@@ -182,7 +182,7 @@ OF_OTHERS = (
 
 
 def written_in_sources() -> str:
-    """Every string of the sources, without what is put in at run time, in lower case."""
+    """Every string of the sources, without run-time parts, in lower case."""
     messages = generator("reference_messages")
     parts = []
     for path in (ROOT / "python" / "apex").rglob("*.py"):
@@ -287,7 +287,8 @@ def test_service_files_name_files_that_exist(name: str) -> None:
 
 
 def test_search_misses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/conf.py searches the built site, in test_static_analysis; here an index by hand."""
+    """docs/conf.py searches the built site, in test_static_analysis. Here the index is
+    synthetic."""
     pytest.importorskip("sphinx")
     queries = generator("search_queries")
     monkeypatch.setattr(

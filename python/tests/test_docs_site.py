@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/conf.py serves the sources alone: what autodoc imports needs no built package.
+"""docs/conf.py works on the sources alone: autodoc's imports need no built package.
 
-test_static_analysis builds the whole site that way; this part takes seconds.
+test_static_analysis builds the whole site this way. This part takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
-#: Runs conf.py as Sphinx does, and imports what the page of the Python reference names.
+#: Runs conf.py as Sphinx does, and imports the names on the page of the Python reference.
 PROGRAM = """
 import importlib, json, runpy, sys
 from sphinx.ext.autodoc.mock import mock
@@ -40,7 +40,7 @@ print(apex.__file__, settings["release"], *sorted(vars(_build_info)))
 
 
 def build_info_names() -> set[str]:
-    """What the package reads of apex._build_info."""
+    """The names that the package reads from apex._build_info."""
     found = set()
     for path in (ROOT / "python" / "apex").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -91,6 +91,6 @@ def test_conf_imports_what_the_reference_names(installed: bool, tmp_path: Path) 
 
 
 def test_no_page_waits_for_a_result() -> None:
-    """benchmarks/report.py says so where a page has a place for a result that does not exist."""
+    """benchmarks/report.py marks places for results that do not exist."""
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     assert [page.name for page in pages if "not measured yet" in page.read_text().lower()] == []

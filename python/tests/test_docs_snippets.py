@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python code of README and docs/ runs as it is printed, and their links lead somewhere."""
+"""The Python code of README and docs/ runs as printed, and links have targets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINKED = (
     ),
 )
 
-#: What a block takes for granted: names that the text around it introduces.
+#: Names that a block assumes and that the text around it introduces.
 GIVEN = """
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = [(torch.randn(2, 1, 4, 4), torch.randint(16, (2,))) for _ in range(2)]
 criterion = torch.nn.CrossEntropyLoss()
 """
-#: First lines of the blocks that are whole programs.
+#: First lines of blocks that are whole programs.
 STANDALONE = ("import apex", "import json", "import torch", "import os", "import argparse")
 
 
@@ -85,7 +85,7 @@ def test_docs_blocks_are_found() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub and MyST name the headings of a page."""
+    """The names that GitHub and MyST give to the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*?)(?: #*)?$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -134,7 +134,7 @@ def test_docs_paths_of_examples_exist() -> None:
 
 
 def test_docs_code_from_sources_is_theirs() -> None:
-    """What `<!-- FILE -->` stands above is a part of FILE, which the tests compile and run."""
+    """A block below `<!-- FILE -->` is a part of FILE, which the tests compile and run."""
     text = (DOCS / "extending.md").read_text()
     found = re.findall(r"^<!-- (\S+) -->\n```cpp\n(.*?)^```$", text, re.M | re.S)
     assert len(found) == text.count("```cpp") >= 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.doctor``: self-tests, measurements in real processes, and what is printed."""
+"""``python -m apex.doctor``: self-tests, measurements in real processes, and its output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_self_test_passes_for_every_dtype(device: str) -> None:
     tests = self_test.batch_norm(torch.device(device), rank=2)
     assert {test.dtype for test in tests} == set(self_test.TOLERANCES)
     assert all(test.has_passed and test.rank == 2 for test in tests), tests
-    # A bound that rounding comes nowhere near would pass anything.
+    # A bound that rounding never approaches would pass anything.
     assert all(test.error is not None and test.error * 1e4 > test.tolerance for test in tests)
 
 
@@ -112,7 +112,7 @@ def test_doctor_on_one_host_measures_and_prints_json() -> None:
 
 @pytest.mark.processes
 def test_two_processes_that_fail_keep_what_they_measured_and_say_why() -> None:
-    """Their files may have a megabyte, which is too little for shared memory."""
+    """Their files are limited to a megabyte, which is too little for shared memory."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
@@ -190,7 +190,7 @@ def test_not_shared_names_the_reason(
 
 # --- a job ---
 
-#: What ranks of `warm.py` run: `python -m apex.doctor`, with changes of their own before.
+#: Ranks of `warm.py` run this: `python -m apex.doctor`, with changes made before.
 SCRIPT = """
 import os, sys
 rank = int(os.environ["RANK"])
@@ -237,7 +237,7 @@ def test_job_by_torchrun_prints_once_with_every_pair() -> None:
 
 @pytest.mark.processes
 def test_job_rank_with_another_variable_and_slow_pair_are_named(tmp_path: Path) -> None:
-    """What is measured between ranks 1 and 2 is made slow; the oracle is that choice."""
+    """The measurement between ranks 1 and 2 is made slow, and must be reported."""
     change = """
 os.environ["APEX_STALL_SECONDS"] = "7" if rank == 2 else "5"
 os.getloadavg = lambda: (0.0, 0.0, 0.0)
@@ -297,13 +297,13 @@ measure.pair = pair
     assert in_order(["failed: ", "rank 1: no buffer space"], done.stdout), done.stdout
 
 
-#: Instead of its exit code, which would end the other ranks, a rank prints it.
+#: A rank prints its exit code, because exiting with it would end the other ranks.
 PRINT_CODE = """
 from apex import doctor
 print("exit code", doctor.main(sys.argv[1:]), file=sys.stderr)
 sys.exit()
 """
-#: Ranks 0, 1 and again 1 of 2. The third one comes before there is a plan, or after it.
+#: Ranks 0, 1 and again 1 of 2. The third process starts before or after the plan exists.
 TWICE = """
 import time
 from apex._doctor import job
@@ -339,7 +339,7 @@ def test_job_two_processes_of_one_rank_are_named_by_all(tmp_path: Path, late: bo
 
 @pytest.mark.processes
 def test_job_two_processes_of_rank_0_on_one_host_are_named(tmp_path: Path) -> None:
-    """One of them has the port; it waits for rank 2, which does not come, before it ends."""
+    """One of them owns the port. It waits for rank 2, which never arrives, before it ends."""
     change = "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
     done = run_job(tmp_path, 3, change, "--timeout-s", "10")
     found = [done.stdout + done.stderr] + [

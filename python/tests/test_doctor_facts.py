@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of this host: the card that Gloo takes, control groups, variables."""
+"""Facts of this host: the interface that Gloo uses, cgroups, variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from doctor_support import GIB, a_case
 
 from apex._doctor import facts, network, report
 
-# --- the network card that Gloo takes ---
+# --- the network interface that Gloo uses ---
 
 CARDS = (
     network.Card("lo", ("127.0.0.1", "::1")),
@@ -48,7 +48,7 @@ def test_choose_gloo_card_as_torch_does(
 
 
 def listening_addresses() -> set[str]:
-    """To which this process has bound sockets that wait for connections; IPv4."""
+    """The IPv4 addresses of this process's listening sockets."""
     own = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -86,7 +86,8 @@ def test_gloo_binds_to_the_address_that_is_named(
 
 def test_usable_addresses_are_those_of_this_host() -> None:
     assert "127.0.0.1" in network.usable_addresses("localhost")
-    assert network.usable_addresses("192.0.2.77") == ()  # of no host: reserved for documentation
+    # belongs to no host: reserved for documentation
+    assert network.usable_addresses("192.0.2.77") == ()
     assert network.usable_addresses("no such host") == ()
 
 
@@ -120,7 +121,7 @@ V1_CPU = "sys/fs/cgroup/cpu,cpuacct/docker/x"
             },
             2.0,
         ),
-        # In a container its own group is mounted as the root.
+        # In a container, its own cgroup is mounted as the root.
         (V2 | {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),
         (V1 | {f"{V1_CPU}/cpu.cfs_quota_us": "-1", f"{V1_CPU}/cpu.cfs_period_us": "100"}, None),
         (V1 | {f"{V1_CPU}/cpu.cfs_quota_us": "250", f"{V1_CPU}/cpu.cfs_period_us": "100"}, 2.5),

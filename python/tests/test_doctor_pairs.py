@@ -30,7 +30,7 @@ def test_rounds_have_every_pair_once_and_no_rank_twice(count: int) -> None:
 def matrix(
     count: int, changed: dict[tuple[int, int], float], quantity: str = "bandwidth"
 ) -> list[pairs.Pair]:
-    """1 GB/s and 100 us between any two of ``count`` ranks, by a factor slower where changed."""
+    """1 GB/s and 100 us between any two of ``count`` ranks, slower by a factor where changed."""
     found = []
     for both in itertools.combinations(range(count), 2):
         factor = changed.get(both, 1.0)
@@ -54,10 +54,10 @@ def of_rank(rank: int, count: int, factor: float) -> dict[tuple[int, int], float
         (4, {(1, 3): 10.0}, [(1, 3)]),
         (4, {(1, 3): 1.9}, []),
         (6, {(1, 3): 10.0, (0, 5): 8.0}, [(0, 5), (1, 3)]),
-        (3, of_rank(2, 3, 10.0), [(2,)]),  # two of three pairs: more than the median sees
+        (3, of_rank(2, 3, 10.0), [(2,)]),  # two of three pairs, which the median would not detect
         (5, of_rank(0, 5, 10.0), [(0,)]),
         (6, of_rank(0, 6, 10.0) | {(2, 3): 10.0}, [(0,), (2, 3)]),
-        # Two racks: most pairs go through the slow link, which belongs to no host alone.
+        # Two racks: most pairs use the slow link, which belongs to no single host.
         (4, {(0, 2): 9.0, (0, 3): 9.0, (1, 2): 9.0, (1, 3): 9.0}, []),
     ],
 )
@@ -91,7 +91,7 @@ def test_slow_in_bandwidth_and_latency_is_named_once() -> None:
 
 
 def test_slow_latency_of_a_fast_network_needs_a_noticeable_excess() -> None:
-    """Ten times a microsecond is what a busy core makes of it."""
+    """A busy core can turn a microsecond into ten."""
     links = [pairs.Pair(one.ranks, 1e-6, 1e9) for one in matrix(4, {})]
     links[0] = dataclasses.replace(links[0], latency_s=10e-6)
     assert pairs.slow(links) == []
@@ -124,7 +124,7 @@ def test_better_takes_the_undisturbed_part_of_each_measurement() -> None:
 def test_pair_that_is_slow_once_is_measured_again_and_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0's part: the others are left out."""
+    """Rank 0's part, without the other ranks."""
     calls: list[pairs.Ranks] = []
 
     def pair(ranks: pairs.Ranks) -> pairs.Pair:

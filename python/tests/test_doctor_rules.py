@@ -38,7 +38,7 @@ def threads(count: int, **more: Any) -> dict[str, dict[str, Any]]:
     return {"processors": {"threads": count, **more}}
 
 
-#: Rule, a case, and what it says of it: parts in their order; none: it does not fire.
+#: Rule, a case, and the parts of its text in order; an empty list if the rule must not fire.
 TABLE: list[tuple[str, Case, list[str]]] = [
     ("failed_self_test", a_case(self_tests=[RIGHT]), []),
     ("failed_self_test", a_case(self_tests=[RIGHT, WRONG]), ["float16 on cuda:0", "=aten"]),
@@ -64,7 +64,7 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         hosts(gloo=gloo_takes("lo", "127.0.0.1", "no address")),
         ["because the host name b has no address"],
     ),
-    ("loopback_between_hosts", two(gloo=LOOPBACK), []),  # of one host
+    ("loopback_between_hosts", two(gloo=LOOPBACK), []),  # on one host
     # Containers that share the network of their machine.
     (
         "loopback_between_hosts",
@@ -100,7 +100,7 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         ["no CUDA parts (nvcc 12.8)", "nvcc of CUDA 12.8"],
     ),
     ("unused_gpus", a_case(a_rank(gpus=facts.Gpus(1, ("H100",)), build=CUDA)), []),
-    # torch for CUDA on a host without a GPU, as where a job is prepared.
+    # torch for CUDA on a host without a GPU, for example where a job is prepared.
     ("unused_gpus", a_case(a_rank(build=CUDA | {"with_cuda": False})), []),
     (
         "slow_link",
@@ -134,12 +134,12 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         "too_many_threads",
         a_case(*(a_rank(r, **threads(1)) for r in range(5))),
         [],
-    ),  # too many ranks
-    # A container with two cores of the time of four.
+    ),  # then too_many_ranks fires
+    # A container with four cores and a CPU limit of 2.5.
     ("too_many_threads", a_case(a_rank(**threads(4, quota=2.5))), ["4 threads for 2 cores", "=2"]),
     # Both are bound to the same two cores.
     ("too_many_threads", two(**threads(2, affinity=(0, 1))), ["4 threads for 2 cores", "=1"]),
-    # Containers of one machine with 1.5 cores of the time each.
+    # Containers of one machine, each with a CPU limit of 1.5 cores.
     (
         "too_many_threads",
         a_case(*(a_container(rank, **threads(2, quota=1.5)) for rank in range(2))),
@@ -150,7 +150,7 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         a_case(*(a_container(rank, **threads(2)) for rank in range(3))),
         ["3 processes have 6 threads for 4 cores"],
     ),
-    # Each is bound to two of its own.
+    # Each is bound to two different cores.
     (
         "too_many_threads",
         a_case(a_rank(0, **threads(2, affinity=(0, 1))), a_rank(1, **threads(2, affinity=(2, 3)))),
@@ -178,7 +178,8 @@ TABLE: list[tuple[str, Case, list[str]]] = [
         a_case(a_rank(memory={"swap_used": GIB, "available": 3 * GIB})),
         ["1.0 GiB are swapped out"],
     ),
-    ("little_memory", a_case(a_rank(memory={"swap_used": GIB})), []),  # of something that sleeps
+    # swapped-out memory of an idle program
+    ("little_memory", a_case(a_rank(memory={"swap_used": GIB})), []),
     (
         "several_containers",
         a_case(a_container(0), a_container(1)),
@@ -198,7 +199,7 @@ TABLE: list[tuple[str, Case, list[str]]] = [
     ),
     ("busy_host", a_case(a_rank(**load(4.5))), ["4.5 processes", "4 cores"]),
     ("busy_host", a_case(a_rank(**load(4.0))), []),
-    ("busy_host", two(**load(6.0)), []),  # they are ranks of the job
+    ("busy_host", two(**load(6.0)), []),  # the busy processes are ranks of the job
     ("too_few_threads", two(**threads(1)), ["2 cores", "OMP_NUM_THREADS=2", "torchrun"]),
     ("too_few_threads", two(**threads(1), gpus=facts.Gpus(2, ("H100", "H100"))), []),
     ("too_few_threads", a_case(a_rank(**threads(1))), []),  # no job

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun starts a job again after a worker was killed, as docs/howto/elastic.md has it.
+"""torchrun restarts a job after a worker was killed, as in docs/howto/elastic.md.
 
-The oracle is the same program in two processes that nobody kills and no launcher starts: the job
-ends with the same bits.
+The reference is the same program in two processes without a fault or launcher. The job must end
+with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KILLED_AT = 5
 
 
 def bits(value: object) -> object:
-    """Tensors as their bytes and type, so that ``==`` compares bits."""
+    """Tensors as bytes and dtype, so that ``==`` compares bits."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1)
         return value.dtype, tuple(value.shape), flat.view(torch.uint8).tolist()
@@ -39,11 +39,11 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {
         **os.environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/howto/elastic.md says why
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/howto/elastic.md explains why
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PET_LOCAL_ADDR": "localhost",  # the name of this host may not resolve
+        "PET_LOCAL_ADDR": "localhost",  # this host's name may not resolve
     }
     return subprocess.run(
         [*command, str(PROGRAM), str(folder), *arguments],
@@ -69,7 +69,7 @@ def test_killed_worker_job_restarts_and_ends_with_the_same_bits(
     assert (folder / "killed").exists()
     assert "exitcode: -9" in done.stderr, done.stderr
     found = [torch.load(folder / f"result{rank}.pt", weights_only=True) for rank in range(2)]
-    # Both were started again, and lost the steps since the last checkpoint.
+    # Both were restarted, and lost the steps since the last checkpoint.
     last = KILLED_AT // elastic_program.EVERY * elastic_program.EVERY
     assert [result.pop("begun") for result in found] == [last, last]
     assert last < KILLED_AT < elastic_program.STEPS

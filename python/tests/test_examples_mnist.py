@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""examples/mnist/main.py under each launcher: what its README promises."""
+"""examples/mnist/main.py under each launcher, compared with its README."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ LAUNCHERS = {
     "launch": [sys.executable, "-m", "torch.distributed.launch", *RANKS],
 }
 TWO_RANKS = ["torchrun", "launch"]
-#: One launcher trains to the end, the others for as long as it takes to see that they do the same.
+#: One launcher trains to the end. The others train long enough to show that they do the same.
 EPOCHS = {"torchrun": 30, "python": 5, "launch": 5}
-#: The least test accuracy in percent after so many epochs; measured after five: 79.7.
+#: The minimum test accuracy in percent after this number of epochs. Measured after five: 79.7.
 ACCURACY = {30: 97.0, 5: 75.0}
 #: Steps of one epoch.
 STEPS = 23
-# Against hangs only; nothing here takes nearly as long.
+# Only a guard against hangs. Nothing here takes nearly this long.
 TIMEOUT_S = 600
 
 pytestmark = pytest.mark.processes
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what a launcher may have left in it."""
+    """This process's environment without variables of a launcher."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
 def start(launcher: str, *args: object, **env: str) -> subprocess.Popen[str]:
-    # The ranks inherit the pipes: at their end, no process of the job is left.
+    # The ranks inherit the pipes, so end of file means that no process of the job is left.
     return subprocess.Popen(
         [*LAUNCHERS[launcher], str(MAIN), "--no-cuda", *map(str, args)],
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def start(launcher: str, *args: object, **env: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait until every process of the job is gone."""
+    """Wait until every process of the job has ended."""
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             found += map(int, task.read_text().split())
     return found
 
@@ -88,7 +88,7 @@ def run(launcher: str, *args: object, **env: str) -> subprocess.CompletedProcess
 def run_forked(
     ranks: int, folder: Path, *args: object, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Without a launcher if there are 0 ranks; forked with torch imported: see warm."""
+    """Without a launcher if there are 0 ranks. Forked with torch imported (see warm)."""
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks else {}
     place = {"cwd": folder, "env": environment(**port, **env), "timeout_s": TIMEOUT_S}
     arguments = ("--no-cuda", *map(str, args))
@@ -98,7 +98,7 @@ def run_forked(
 
 
 def only_complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The single sentence on stderr of a one-process run that refused its arguments."""
+    """The single sentence on stderr of a one-process run that refuses its arguments."""
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("main.py: ")]
@@ -115,7 +115,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The default job under one launcher, run once for all tests; torchrun runs the whole of it."""
+    """The default job under one launcher, run once for all tests. Only torchrun runs all epochs."""
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
@@ -137,7 +137,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained
 
 @pytest.fixture(scope="module")
 def main_module() -> Iterator[ModuleType]:
-    """main.py as a module, for what needs no process of its own."""
+    """main.py as a module, for tests that need no separate process."""
     spec = importlib.util.spec_from_file_location("mnist_main", MAIN)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -184,7 +184,7 @@ def test_two_ranks_end_with_bitwise_equal_parameters(
 def test_two_ranks_loss_curve_equals_one_process(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
-    # Measured, over 30 epochs: a relative difference of 8e-6 at most, on the last losses.
+    # Measured over 30 epochs: a relative difference of at most 8e-6, on the last losses.
     one, two = trained("python").losses, trained(launcher).losses
     assert len(one) == EPOCHS["python"] * STEPS
     assert len(two) == EPOCHS[launcher] * STEPS
@@ -280,7 +280,7 @@ def test_resume_with_other_settings_fails_with_one_sentence(
 def test_batch_smaller_than_world_fails_on_every_rank(tmp_path: Path) -> None:
     done = run_forked(2, tmp_path, "--batch-size=1")
     assert done.returncode != 0
-    # The rank that is later may have been ended before it could say so.
+    # The later rank may have been killed before it could report it.
     said = done.stderr + (tmp_path / "rank_1.log").read_text()
     assert "a global --batch-size of 1 leaves some of the 2 ranks without samples" in said
 
@@ -350,7 +350,7 @@ def test_local_rank_every_spelling_is_understood(
 
 
 def start_endless(launcher: str, folder: Path) -> subprocess.Popen[str]:
-    """A job that has trained one epoch, on data that need no import of scikit-learn."""
+    """A job that has trained one epoch, on data that does not need scikit-learn."""
     env = fake_torchvision(folder)
     job = start(
         launcher, "--dataset=mnist", "--download", f"--data-dir={folder}", "--epochs=1000000", **env
@@ -367,8 +367,9 @@ def test_interrupt_stops_every_process(launcher: str, tmp_path: Path) -> None:
     done = finish(job)
     assert done.returncode != 0
     if launcher == "torchrun":
-        # Its agent passes the signal on, but ends its processes by SIGTERM where the signal arrives
-        # between two lines of its own timer (torch 2.13's metrics.prof: UnboundLocalError).
+        # The agent forwards the signal. If the signal arrives between two lines of the agent's own
+        # timer, it ends its processes by SIGTERM instead (torch 2.13's metrics.prof:
+        # UnboundLocalError).
         assert re.search(r"main\.py: stopped by SIG(INT|TERM)\.", done.stderr)
     else:
         assert "main.py: stopped by SIGINT." in done.stderr

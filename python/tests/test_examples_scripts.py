@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The scripts of these folders run: on one process, on two CPU ranks, and say what is missing.
+"""The scripts in these folders run on one process and on two CPU ranks, and report what is missing.
 
-examples/ has more; the others have tests of their own.
+Other tests cover the other scripts in examples/.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Script:
     """A script with a small workload.
 
     Args:
-        path: below examples/.
-        arguments: that make the workload small.
-        two_ranks: arguments for two processes, or None: a launcher starts them.
-        loss: at most, printed for the last epoch; None: the script prints no losses.
+        path: relative to examples/.
+        arguments: make the workload small.
+        two_ranks: arguments for two processes; None if a launcher starts them.
+        loss: upper bound for the last epoch's printed loss; None if the script prints no
+            losses.
         final: a regular expression that the output of N ranks contains; {ranks} becomes N.
-        needs: without which it ends with a sentence: the sentence's start, or None.
+        needs: the start of the error if scikit-learn is missing; None if it is not needed.
     """
 
     path: str
@@ -62,7 +63,7 @@ class Script:
         return train(self.path, folder, *self.arguments, *chosen)
 
 
-# Losses begin at ln 10 = 2.3. The bounds are about twice what was measured on two ranks.
+# Losses begin at ln 10 = 2.3. The bounds are about twice the values measured on two ranks.
 SCRIPTS = {
     "simple_ddp_amp": Script("snippets/simple_ddp_amp.py", ("--epochs=2",), loss=0.9),
     "simple_ddp_amp O2": Script(
@@ -132,7 +133,7 @@ ALL = {**SCRIPTS, **SINGLE}
 
 
 SPAWN = ("spawn", "mnist-distributed", "mnist-mixed")
-#: One row per script, without the rows that differ in arguments only.
+#: One row per script, without rows that only have other arguments.
 EACH_SCRIPT = list({script.path: name for name, script in reversed(ALL.items())}.values())
 
 pytestmark = pytest.mark.processes
@@ -147,13 +148,13 @@ def losses(stdout: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Alone:
-    """A run of one process that a test looks at; such runs go on side by side.
+    """A one-process run that a test examines. Such runs are executed in parallel.
 
     Args:
-        script: below examples/.
+        script: relative to examples/.
         arguments: of the script.
         forked: from a process that has imported torch.
-        scikit_learn: can be imported.
+        scikit_learn: whether it can be imported.
     """
 
     script: str
@@ -184,7 +185,7 @@ def without_scikit_learn(folder: Path) -> str:
 def runs_alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Alone, Future[subprocess.CompletedProcess[str]]]]:
-    """The runs of all selected tests, in their order, as many at once as there are cores."""
+    """The runs of all selected tests, in order. As many run in parallel as there are cores."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     wanted = [
         item.callspec.params["done"]
@@ -243,7 +244,7 @@ class Together:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Together]:
-    """The script of that row on two ranks, once for all tests."""
+    """The script of that row on two ranks, run once for all tests."""
 
     @functools.cache
     def trained_once(name: str) -> Together:
@@ -262,7 +263,7 @@ def test_script_two_ranks_train(name: str, together: Callable[[str], Together]) 
     if script.two_ranks is None:
         assert not re.search(r"\d+/\d+ \[|epoch", (folder / "rank_1.log").read_text())
     else:
-        # The ranks share the terminal: only one of them may print.
+        # The ranks share the terminal, so only one of them may print.
         lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
         assert len(lines) == len(set(line.partition(":")[0] for line in lines))
 
@@ -271,10 +272,10 @@ def test_script_two_ranks_train(name: str, together: Callable[[str], Together]) 
 def test_script_every_launcher_starts_it(
     launcher: str, together: Callable[[str], Together], tmp_path: Path
 ) -> None:
-    """What starts the ranks makes no difference to what they compute."""
+    """The launcher does not affect the result."""
     expected = losses(together("simple_ddp_amp").done.stdout)[:1]
     command = [*LAUNCHERS[launcher], str(EXAMPLES / "snippets/simple_ddp_amp.py"), "--epochs=1"]
-    if launcher == "torchrun":  # which does not pass it: what old scripts have as their default
+    if launcher == "torchrun":  # torchrun does not pass it, so this is the default of old scripts
         command += ["--local_rank", "-1"]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -342,11 +343,11 @@ def test_bad_argument_fails_with_one_sentence(
     assert_one_sentence(done, sentence)
 
 
-# --- what the READMEs promise of single scripts ---
+# --- what the READMEs promise about single scripts ---
 
 
 def spawn(ranks: int, folder: Path, *arguments: str) -> str:
-    """The digest of all parameters that the run ends with."""
+    """The digest of all parameters at the end of the run."""
     done = train("spawn/main.py", folder, f"--processes={ranks}", "--seed=5", *arguments)
     assert done.returncode == 0, done.stderr
     match = re.search(r"parameters ([0-9a-f]{12}) on all", done.stdout)
@@ -417,7 +418,7 @@ def test_spawn_two_machines_are_one_job(
     outputs = [done.stdout for done in machines]
     assert "final: 2 rank(s)" in outputs[0]
     assert outputs[1] == ""
-    # Where the processes run makes no difference to what they compute: 32 samples each.
+    # The location of the processes does not affect the result: 32 samples each.
     assert spawned in outputs[0]
 
 
@@ -428,7 +429,7 @@ def test_spawn_other_settings_are_refused(spawned_alone: Saved, tmp_path: Path) 
 
 
 def imagenet(folder: Path, *arguments: str) -> list[str]:
-    """The losses that are printed."""
+    """The printed losses."""
     small = ["--synthetic=8", "--image-size=16", "-b=2", "-j=0", "-p=1", "--opt-level=O2"]
     done = train("imagenet/main.py", folder, *small, "--steps=1", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -466,7 +467,7 @@ def test_imagenet_resumed_at_another_level_is_refused(
 
 
 def picture_folder(folder: Path) -> Path:
-    """Two classes, as ImageNet lays them out: mostly red, and mostly blue, of several sizes."""
+    """Two classes in ImageNet's layout: mostly red and mostly blue images of several sizes."""
     image = pytest.importorskip("PIL.Image")
     for part, count in (("train", 12), ("val", 4)):
         for number in range(count):
@@ -532,7 +533,7 @@ def test_imagenet_parts_of_images_lie_inside(imagenet_images: ModuleType) -> Non
 
 
 def trained(script: str, folder: Path, *arguments: str) -> list[float]:
-    """The losses that two ranks print, one per epoch."""
+    """The printed losses of two ranks, one per epoch."""
     done = train(script, folder, *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     return losses(done.stdout)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""examples/slurm/train.sbatch, with SLURM's programs replaced by a few lines of bash.
+"""examples/slurm/train.sbatch, with SLURM's programs replaced by small bash scripts.
 
-The job is the program of docs/howto/checkpointing.md. One of its processes is killed, so that it is
-started again and resumes, as docs/howto/elastic.md says.
+The job is the program of docs/howto/checkpointing.md. One of its processes is killed. The job is
+then restarted and resumes, as docs/howto/elastic.md describes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-#: Once for each node, at the same time.
+#: Runs the command once for each node, in parallel.
 SRUN = """#!/bin/bash
 echo "$@" > srun.txt
 while [ "$1" != torchrun ]; do shift; done
@@ -40,7 +40,7 @@ exit $status
 SCONTROL = """#!/bin/bash
 if [ "$*" = "show hostnames node[1-2]" ]; then printf 'localhost\\nnode2\\n'; else exit 1; fi
 """
-# Once: a mark on disk, since TORCHELASTIC_RESTART_COUNT is another one on every node.
+#: Once per job, by a mark on disk, because TORCHELASTIC_RESTART_COUNT differs by node.
 DIES = """
         if epoch == 2 and dist.get_rank() == 1 and not os.path.exists("died"):
             open("died", "w").close()
@@ -50,7 +50,7 @@ DIES = """
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch script on the first of two nodes, which are both this host."""
+    """The environment of a batch script on the first of two nodes, both of which are this host."""
     programs = {
         "scontrol": SCONTROL,
         "srun": SRUN,
@@ -97,13 +97,13 @@ def test_job_two_nodes_resumes_after_a_process_died(tmp_path: Path, slurm: dict[
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed at 2") == 2  # on both ranks
-    # The process that ends itself, and perhaps the one that waits for it; what failed later would
-    # have found addresses of processes that had ended.
+    # The process that ends itself, and perhaps the one that waits for it. A later failure would
+    # mean that processes found the addresses of ended processes.
     assert done.stderr.count("failed (exitcode: 3)") == 1
     assert done.stderr.count("failed (exitcode: ") <= 2
     assert "--ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
 
-    # Every rank has the same data here, so one process that nobody interrupts ends with the same.
+    # Every rank has the same data here, so one uninterrupted process must end with the same result.
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "train.py").write_text(program())

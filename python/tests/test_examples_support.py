@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""examples/example_support.py: what the examples do with bad input, and what they leave behind."""
+"""examples/example_support.py: handling of bad input, and the files that examples leave behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def support(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[[int, Callable[[], Any]], str]:
-    """What a call prints that ends the process with an exit code, in one line."""
+    """The one-line output of a call that exits with an exit code."""
 
     def ends(code: int, call: Callable[[], Any]) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -190,7 +190,7 @@ def test_checkpoint_written_to_a_link_keeps_the_link(support: ModuleType, tmp_pa
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """Files of this process cannot grow beyond some bytes: as on a full disk, write() fails."""
+    """Limits this process's file size. As on a full disk, write() fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -217,7 +217,7 @@ def bad_checkpoints(folder: Path) -> dict[str, Path]:
     torch.save({"epoch": 1, "settings": SETTINGS, "model": torch.ones(1000)}, files["truncated"])
     files["truncated"].write_bytes(files["truncated"].read_bytes()[:2000])
     files["foreign"].write_text("not a checkpoint\n")
-    files["pickle"].write_bytes(b"\x80\x04cos\nsystem\n.")  # of a global that torch does not load
+    files["pickle"].write_bytes(b"\x80\x04cos\nsystem\n.")  # a global that torch does not load
     torch.save({"state_dict": {}}, files["other"])
     return files
 
@@ -429,7 +429,7 @@ KILLED = FAILS.replace(
 
 @pytest.mark.processes
 def test_spawned_process_that_is_killed_is_named(tmp_path: Path) -> None:
-    """As the kernel does it when memory is short."""
+    """As the kernel does when memory is short."""
     (tmp_path / "job.py").write_text(KILLED.format(examples=str(EXAMPLES)))
     done = run_script(tmp_path / "job.py", cwd=tmp_path, env=environment(), timeout_s=TIMEOUT_S)
     assert done.returncode == 137
@@ -462,7 +462,7 @@ def test_process_that_waits_for_others_ends_by_a_signal(number: int, tmp_path: P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A process that was started in the background ignores Ctrl-C.
+        # A process started in the background ignores Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         try:
@@ -476,7 +476,7 @@ def test_process_that_waits_for_others_ends_by_a_signal(number: int, tmp_path: P
 
 
 def _in_a_shell(tmp_path: Path, say: str, behind: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``say`` as the main function of an example, with ``behind`` after the command."""
+    """Run ``say`` as the main function of an example, with ``behind`` after the command."""
     code = WAITS.partition("def wait")[0] + f"def say():\n    {say}\nsupport.run(say)\n"
     (tmp_path / "job.py").write_text(code.format(examples=str(EXAMPLES)))
     return subprocess.run(
@@ -508,5 +508,5 @@ def test_bar_that_a_signal_has_left_half_made_goes_quietly(
 ) -> None:
     bar = support.Bar.__new__(support.Bar)
     bar.disable = False  # the first thing that tqdm's constructor sets
-    del bar  # Python would print what its destructor raises
+    del bar  # Python would print an error of its destructor
     assert capsys.readouterr().err == ""

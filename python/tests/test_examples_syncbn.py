@@ -35,7 +35,7 @@ def test_syncbn_example_ranks_follow_the_one_process_curve(tmp_path: pathlib.Pat
     pytest.importorskip("sklearn")
     one = _run(tmp_path, 1)
     assert one["losses"][-1] < 0.7 * one["losses"][0]
-    for ranks in (2, 4):  # 30 images on 4 ranks: parts of 8, 8, 7 and 7
+    for ranks in (2, 4):  # 30 images on 4 ranks: slices of 8, 8, 7 and 7
         several = _run(tmp_path, ranks)
         assert several["ranks"] == ranks
         assert several["losses"] == pytest.approx(one["losses"], rel=1e-7)

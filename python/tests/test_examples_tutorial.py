@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The C++ tutorial: its five programs, what they print and write, and the blocks of its page."""
+"""The C++ tutorial: its five programs with their output and files, and the code on its page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def program(name: str) -> str:
 
 
 def run(step: int, cwd: Path, *arguments: str) -> tuple[list[float], list[float]]:
-    """Losses of all steps, and test accuracy in percent after every epoch."""
+    """The losses of all steps, and the test accuracy in percent after every epoch."""
     arguments = (f"--csv={cwd / f'{step}.csv'}", *arguments)
     if step == 1:
         command = [program("step1_one_process"), *arguments]
@@ -59,7 +59,7 @@ def test_tutorial_step_on_two_ranks_follows_one_process(
     expected, expected_accuracies = alone
     assert len(losses) == len(expected) == 2 * 23
     assert accuracies[-1] > 90 and expected_accuracies[-1] > 90
-    # Oracle: one process on whole batches. Only step 3 normalizes and computes as it does.
+    # The reference is one process on whole batches. Only step 3 normalizes and computes as it does.
     same = losses[:10] == pytest.approx(expected[:10], rel=1e-3)
     assert same == (step == 3)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a failure in one wrapper means for others of the same group, and for the group itself.
+"""The effect of a failure in one wrapper on others of the same group, and on the group itself.
 
-Found by an outsider. Oracles: gradients as check_step() has them, in float64; and who is named.
+References: gradients as check_step() has them, in float64, and the rank that errors name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
 
-LATE_S = 0.6  # longer than a usual wait: ranks look at what others have reported
+LATE_S = 0.6  # longer than a usual wait, so ranks check the reports of others
 
 
 class Hook:
-    """Averages; fails where it is told to."""
+    """A hook that averages, and fails on request."""
 
     def __init__(self, world: int) -> None:
         self.fails = False
@@ -128,7 +128,7 @@ def _silent_later(rank: int, world: int, uses_group: bool) -> None:
         text = _error_of(lambda: norm(values))
         check("rank 2 has not reported this failure" in text, text)
         check("rank 2 failed in" not in text, f"an old failure counts: {text}")
-    dist.barrier()  # of all, with another timeout
+    dist.barrier()  # all ranks, with another timeout
 
 
 @pytest.mark.parametrize("uses_group", [True, False])

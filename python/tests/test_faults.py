@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank ends or is stopped in the middle of things.
+"""A rank ends or is stopped at various points.
 
-The oracles: every survivor raises within the pool's limit, its error names the operation and the
-rank to which it was done, and nobody else."""
+The references: every survivor raises within the pool's limit, and its error names the operation and
+the culprit, and no other rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], No
 
 
 def _several_wrappers(group: Any, do: Callable[[], Any]) -> Callable[[int], None]:
-    """Of one backward: each looks at the others while it waits."""
+    """Several wrappers in one backward. Each checks the others while it waits."""
     wrappers = [DistributedDataParallel(nn.Linear(4, 2), process_group=group) for _ in range(3)]
 
     def step(number: int) -> None:
@@ -99,7 +99,7 @@ def _several_wrappers(group: Any, do: Callable[[], Any]) -> Callable[[int], None
 
 
 def _construction(group: Any, strike: Callable[[], None]) -> Callable[[int], None]:
-    """The first use of a group: ranks that are no neighbours of the lost one hear of it, too."""
+    """The first use of a group. Ranks that are not neighbors of the lost rank are notified too."""
     dist.barrier()  # all have connected; see init_group()
 
     def step(number: int) -> None:
@@ -113,7 +113,7 @@ POINTS = {
     "construction": (_construction, "handshake of ranks that may share memory"),
     "several wrappers": (_several_wrappers, "all-reduce of bucket "),
     "backward": (_wrapper("plain"), "all-reduce of bucket "),
-    # Whichever message is waited for first: a bucket's, or the one that says what was used.
+    # The first awaited message is a bucket's, or that of the used-parameter mask.
     "python hook": (_wrapper("python hook"), "bucket "),
     "built-in hook": (_wrapper("built-in hook"), "bucket "),
     "batch norm": (_batch_norm, "exchange in forward of a SyncBatchNorm of 4 channels"),
@@ -145,9 +145,9 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
 
 
 def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
-    """Before it has announced its address, so that no connection of the others breaks.
+    """The rank is killed before it announces its address, so no connection of the others breaks.
 
-    Without shared memory, in which a reducer needs no connections.
+    Without shared memory, for which a reducer needs no connections.
     """
     dist.destroy_process_group()
     os.environ["APEX_HOST_CHANNEL"] = "0"
@@ -169,7 +169,7 @@ def test_rank_killed_while_connecting_is_not_waited_for(ranks: RankPool, tmp_pat
     ranks.run(3, _killed_while_connecting, str(tmp_path), lost=(CULPRIT,), timeout_s=40)
 
 
-# A rank that is stopped takes the timeout. faults/campaign.py has many more.
+# A stopped rank takes the whole timeout. faults/campaign.py has many more cases.
 CASES = [(point, "killed", 4) for point in POINTS]
 CASES += [("backward", "exits", 3), ("batch norm", "exits", 2)]
 CASES += [

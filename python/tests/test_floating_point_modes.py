@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank replaces subnormal numbers by zero, or rounds upward, while it computes and reduces.
+"""One rank flushes subnormal numbers to zero, or rounds upward, while it computes and reduces.
 
-Oracle: the same bits on every rank, and not zero.
+Reference: the same bits on every rank, and not zero.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _of_last_rank(rank: int, world: int, mode: str) -> str | None:
 
 
 def _uneven(numel: int, dtype: torch.dtype, rank: int, mode: str) -> Tensor:
-    """Below the smallest normal number of the dtype, or with sums that are rounded."""
+    """Values below the smallest normal number of the dtype, or with rounded sums."""
     generator = torch.Generator().manual_seed(7 * numel + rank)
     values = torch.rand(numel, generator=generator, dtype=torch.float64) + 0.5
     smallest = 1.0 if mode == "upward" else torch.finfo(dtype).tiny / 4
@@ -130,7 +130,7 @@ def test_running_statistics_ranks_in_other_modes_same_bits(ranks: RankPool, mode
 
 
 def _mode_is_restored(rank: int, world: int, mode: str) -> None:
-    """What a rank has chosen for its own arithmetic stays as it is."""
+    """The mode that a rank has chosen for its own arithmetic does not change."""
     ddp = DistributedDataParallel(nn.Linear(3, 2))
 
     def look() -> tuple[bool, bool]:

@@ -244,7 +244,7 @@ def test_load_state_dict_of_another_model_or_of_apex() -> None:
     with pytest.raises(ValueError, match="2 master weights"):
         optimizer.load_state_dict(foreign)
 
-    # Apex put the scaler object itself into the state.
+    # Apex saved the scaler object itself in the state.
     scaler = LossScaler("dynamic")
     scaler._loss_scale, scaler._unskipped = 32.0, 5
     state = optimizer.state_dict()
@@ -309,7 +309,7 @@ def test_backward_several_times_adds_gradients_up_as_float32(
     dtype: torch.dtype, name: str, update: bool, clear: str
 ) -> None:
     model, reference = net(dtype), net(None)
-    model[1].float()  # a layer in float32, at any type of the others
+    model[1].float()  # a float32 layer, for any dtype of the others
     model[1].forward = lambda x, f=model[1].forward: f(x.float()).to(dtype)
     optimizer = FP16_Optimizer(
         torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), **CHANGES[name]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of the fused optimizers: none after a skipped first step, float32 moments, and what a
-loaded one changes."""
+"""The state of the fused optimizers: none after a skipped first step, float32 moments, and the
+effects of loading one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = float("inf")
 
 @pytest.fixture
 def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is uninitialized is nan, and not zero by chance."""
+    """Fill uninitialized memory with nan, because it may be zero by chance."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     # Not torch.use_deterministic_algorithms(), which imports the compiler.
     torch._C._set_deterministic_algorithms(True)
@@ -35,7 +35,7 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Scaled:
-    """An optimizer under torch's GradScaler, and a float64 one that makes the steps that count."""
+    """An optimizer under torch's GradScaler, and a float64 one that makes the unskipped steps."""
 
     def __init__(
         self, kind: Any, plain: Any, dtype: torch.dtype, sliced: bool = False, **options: Any
@@ -116,7 +116,7 @@ def test_fused_sgd_skipped_first_step_leaves_no_state_and_the_next_is_the_first(
 def test_fused_sgd_group_and_gradient_that_come_later_and_are_skipped_have_no_state(
     case: str, sliced: bool, filled_memory: None
 ) -> None:
-    """Parameters with momentum and without it in one group, and in a group of their own."""
+    """Parameters with and without momentum in one group, and in a separate group."""
     run = scaled_sgd(case, sliced)
     run.step(False, without=(1, 2))
     before = run.optimizer.state[run.params[0]]["momentum_buffer"].clone()
@@ -191,7 +191,7 @@ def test_fused_optimizer_without_gradients_steps_under_grad_scaler(kind: Any) ->
 
 
 class FlagOfDevice:
-    """``found_inf`` on an accelerator; reading it waits for that."""
+    """``found_inf`` on an accelerator, where reading it blocks."""
 
     device = torch.device("cuda")
 
@@ -222,7 +222,7 @@ def test_fused_sgd_reads_the_flag_of_a_device_only_while_momentum_is_missing(
         optimizer.found_inf = flag
         optimizer.step()
     assert [flag.reads for flag in flags] == [1, 1, 0]
-    assert given == flags[1:]  # the kernel looks at it, too
+    assert given == flags[1:]  # the kernel reads it too
 
 
 # --- float32 moments of low-precision parameters ---
@@ -233,7 +233,7 @@ def _sliced(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 def _spacing(values: Tensor) -> Tensor:
-    """The distance between neighbours of each of `values` in their type."""
+    """The distance between neighbors of each of `values` in their dtype."""
     exponents = torch.frexp(values.double()).exponent - 1
     return torch.ldexp(torch.full_like(values, torch.finfo(values.dtype).eps).double(), exponents)
 
@@ -245,7 +245,7 @@ def _spacing(values: Tensor) -> Tensor:
 def test_fused_adam_of_low_precision_keeps_float32_moments_and_rounds_once(
     dtype: torch.dtype, decoupled: bool, correction: bool, size: float
 ) -> None:
-    """From the parameters before each step, float64 gets the value that is rounded."""
+    """From the parameters before each step, float64 computes the value that is rounded."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (3, 64, 67)]
     params += [_sliced((5, 3), dtype), nn.Parameter(torch.randn(4, 3).to(dtype).t())]
@@ -316,7 +316,7 @@ def test_fused_adam_loads_float32_moments_without_rounding(
 @pytest.mark.parametrize("state_first", [False, True])
 @pytest.mark.parametrize("level", ["O3", "O3-bf16"])
 def test_fused_adam_at_o3_has_float32_moments(level: str, state_first: bool) -> None:
-    """Also where the optimizer had a state before its parameters were cast."""
+    """Also if the optimizer had a state before its parameters were cast."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
@@ -340,7 +340,7 @@ def test_fused_adam_at_o3_has_float32_moments(level: str, state_first: bool) -> 
     assert {entry["exp_avg_sq"].dtype for entry in optimizer.state.values()} == {torch.float32}
     for param, old in zip(model.parameters(), values, strict=True):
         step = (param.detach().double() - old).abs()
-        assert (step <= 1e-3 + _spacing(param.detach())).all()  # Adam's step is lr, and rounded
+        assert (step <= 1e-3 + _spacing(param.detach())).all()  # Adam's step is lr, plus rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -352,7 +352,7 @@ def test_fused_adam_at_o3_has_float32_moments(level: str, state_first: bool) -> 
 def test_fused_optimizer_state_of_low_precision_has_the_documented_type(
     kind: Any, wide: bool, dtype: torch.dtype
 ) -> None:
-    """float32; the momentum of FusedSGD is of the type of the parameter, as Apex's is."""
+    """float32, except that FusedSGD's momentum has the parameter's dtype, as in Apex."""
     _, optimizer = _trained(kind, dtype, lr=0.1, **({} if wide else {"momentum": 0.9}))
     types = {v.dtype for e in optimizer.state.values() for v in e.values()}
     assert types == {torch.float32 if wide else dtype}
@@ -382,7 +382,7 @@ def test_fused_sgd_of_float16_rounds_parameter_and_momentum_once() -> None:
             assert ((kept.double() - momentum).abs() <= 0.51 * _spacing(kept)).all()
 
 
-# --- what a loaded state changes ---
+# --- the effects of a loaded state ---
 
 
 OTHERS: dict[str, Any] = {
@@ -426,7 +426,7 @@ def test_fused_adam_loaded_state_changes_numbers_and_not_what_is_computed(
         *(0.3, (0.5, 0.6), 0.2, 0.4, 2),
     )
     assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
-    # One more step of the algorithm of the constructor, from the loaded moments.
+    # One more step of the constructor's algorithm, from the loaded moments.
     wanted = references.Adam(
         lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, adam_w_mode=decoupled
     )
@@ -515,7 +515,7 @@ def test_fused_optimizer_sparse_gradient_is_refused_before_anything_changes(kind
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_that_loaded_a_state_counts_its_own_steps(dtype: torch.dtype) -> None:
-    """The step counter is not the one of the optimizer that the state came from."""
+    """The step counter is not the one of the optimizer that saved the state."""
     first, second = (torch.ones(4, dtype=dtype, requires_grad=True) for _ in range(2))
     one, two = FusedAdam([first], lr=0.1), FusedAdam([second], lr=0.1)
     first.grad = torch.ones_like(first)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FusedLAMB, FusedNovoGrad, FusedAdagrad, and FusedAdam's own settings, against their papers."""
+"""FusedLAMB, FusedNovoGrad, FusedAdagrad, and FusedAdam's own options, compared with their
+papers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ REFERENCES = {
     "FusedAdam": references.Adam,
     "FusedAdagrad": references.Adagrad,
 }
-#: Odd sizes, a scalar, an empty one, and one that is all zeros.
+#: Odd sizes, a scalar, an empty tensor, and one with all zeros.
 SHAPES = [(7, 3), (5,), (), (0, 4), (6,)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -119,7 +120,7 @@ def test_fused_novograd_follows_the_paper(
     shapes = SHAPES[:]
     try:
         if norm_type == 0:
-            SHAPES.remove((0, 4))  # which has no largest value: see the next test
+            SHAPES.remove((0, 4))  # an empty tensor has no largest value: see the next test
         run("FusedNovoGrad", torch.float64, options)
     finally:
         SHAPES[:] = shapes
@@ -198,7 +199,7 @@ def test_fused_adam_without_bias_correction_counts_and_resumes() -> None:
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 def test_fused_optimizer_counts_steps_in_its_groups(name: str) -> None:
-    # Where warm-up schedules of DeepLearningExamples read the number of steps.
+    # The key from which DeepLearningExamples' warm-up schedules read the number of steps.
     params = make_params()
     optimizer = getattr(optimizers, name)([{"params": params[:2]}, {"params": params[2:]}])
     for step in range(3):
@@ -222,11 +223,11 @@ def test_fused_optimizer_counts_steps_in_its_groups(name: str) -> None:
 def test_fused_optimizer_parameters_without_gradients_stay(name: str, dtype: torch.dtype) -> None:
     options = {"lr": 0.02}
     if name == "FusedAdam":
-        options["bias_correction"] = False  # with it, torch's counts the steps of each parameter
+        options["bias_correction"] = False  # with it, torch counts the steps of each parameter
     run(name, dtype, options, missing=lambda step: {0} if step % 2 else {1, 4})
     params = make_params(dtype)
     before = [p.detach().clone() for p in params]
-    getattr(optimizers, name)(params).step()  # none has a gradient
+    getattr(optimizers, name)(params).step()  # no parameter has a gradient
     assert all(map(torch.equal, params, before))
 
 
@@ -258,7 +259,7 @@ def test_fused_lamb_clips_by_the_norm_of_all_groups_and_types() -> None:
     )
     params[0].grad = torch.full((4,), 3.0)
     params[1].grad = torch.full((4,), 4.0, dtype=torch.float16)
-    optimizer.step()  # the norm is 10, so that m, which is the gradient, is a quarter of it
+    optimizer.step()  # the norm is 10, so m, which is the gradient, is divided by 4
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], torch.full((4,), 0.75))
     torch.testing.assert_close(optimizer.state[params[1]]["exp_avg"], torch.full((4,), 1.0))
 
@@ -296,7 +297,7 @@ def test_fused_optimizer_state_is_float32_and_stays_so_when_loaded(name: str) ->
     assert all(map(torch.equal, params, others))
     before = others[0].detach().clone()
     optimizer.state_dict()["state"][0].clear()
-    optimizer.step()  # nothing is shared with what it was loaded from
+    optimizer.step()  # the loaded state shares nothing with its source
     assert torch.equal(others[0], before)
 
 
@@ -471,10 +472,10 @@ def test_fused_lamb_at_o2_computes_on_master_weights() -> None:
 
 
 def _as_apex_saves(state: dict[str, Any], name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The state as Apex's class of this name has it."""
+    """The state in the layout of Apex's class of the same name."""
     state = copy.deepcopy(state)
     if name != "FusedNovoGrad":
-        return state  # the same layout: 'step' in the group
+        return state  # the same layout: 'step' is in the group
     for group in state["param_groups"]:
         entries = [state["state"][i] for i in group["params"] if i in state["state"]]
         found = [entry.pop("exp_avg_sq") for entry in entries]
@@ -671,7 +672,7 @@ FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("cut", ["columns", "every second row", "transposed", "expanded rows"])
 def test_fused_optimizer_of_a_slice_writes_into_the_slice_alone(name: str, cut: str) -> None:
-    """Oracle: torch's loop over single tensors, and the elements between are not touched."""
+    """Reference: torch's loop over single tensors. Elements in the gaps must not change."""
     slices: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "columns": lambda base: base[:, :3],
         "every second row": lambda base: base[::2],
@@ -698,7 +699,7 @@ def test_fused_optimizer_of_a_slice_writes_into_the_slice_alone(name: str, cut: 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("case", ["moved", "resumed", "gradients by hand", "first step moved"])
 def test_fused_optimizer_pairs_elements_by_index_where_strides_differ(name: str, case: str) -> None:
-    """Parameter, gradient and state in other memory formats. Oracle: torch's loop."""
+    """Parameter, gradient and state have other memory formats. Reference: torch's loop."""
     ends = []
     for make in (FUSED[name], UNFUSED[name]):
         torch.manual_seed(0)
@@ -732,7 +733,8 @@ def test_fused_optimizer_pairs_elements_by_index_where_strides_differ(name: str,
 def test_fused_optimizer_stays_fused_and_lets_kernels_update_what_they_can(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parameter without gaps is not copied for the kernel; one with gaps is, in its type."""
+    """A parameter without gaps is not copied for the kernel. One with gaps is copied in its
+    dtype."""
     copied: list[torch.Tensor] = []
     original = _fused.WorkingCopies._copy
 
@@ -757,7 +759,7 @@ def test_fused_optimizer_stays_fused_and_lets_kernels_update_what_they_can(
 
 @pytest.mark.parametrize("name", NEW)
 def test_fused_optimizer_load_hooks_of_others_take_effect(name: str) -> None:
-    """A pre-hook that renumbers the state, as torch's documentation has it, and a post-hook."""
+    """A pre-hook that renumbers the state, as in torch's documentation, and a post-hook."""
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = getattr(optimizers, name)([first, second])
     set_grads([first, second], 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""benchmarks/gpu/run.sh with commands that only take notes: the order, and what it leaves."""
+"""benchmarks/gpu/run.sh with stub commands: their order, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
-#: Each command notes its name and its arguments, and does what `do` says of them.
+#: Each command records its name and arguments, and acts as `do` specifies.
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >>"$NOTES"
 case "$(basename "$0") $*" in
 {cases}
 esac
 """
-#: What each would leave: the module and its information, and the results of a benchmark.
+#: The files that each command would leave: the module and its information, and benchmark results.
 LEAVES = """
   cmake*--target\\ _core*) mkdir -p "$APEX_GPU_BUILD"/python/src
     touch "$APEX_GPU_BUILD"/python/src/{_core.so,_build_info.py} ;;
@@ -31,7 +31,7 @@ LEAVES = """
 
 
 def run(tmp_path: Path, cases: str = "") -> tuple[list[str], dict[str, str], Path]:
-    """What the phases called, how each of them ended, and the folder of the results."""
+    """The commands that the phases called, the outcome of each phase, and the results folder."""
     bin_folder, notes, out = tmp_path / "bin", tmp_path / "notes", tmp_path / "out"
     bin_folder.mkdir()
     commands = ("cmake", "ctest", "ninja", "nvcc", "nvidia-smi", "compute-sanitizer", "python")

@@ -49,7 +49,7 @@ def _outlier(rank: int, world: int) -> None:
     for step in range(60):
         ddp.zero_grad()
         loss = ddp(torch.randn(16, 4)).square().mean()
-        # All ranks together are no outliers, whatever they do; one is, also of two.
+        # If all ranks change, none is an outlier. If one does, it is, even among two.
         (loss * (1000 if step == 30 else 1) * (300 if step == 50 and rank == 1 else 1)).backward()
         found = ddp.gradient_statistics()
         check_equal(found.outliers, [1] if step == 50 else [], f"outliers in step {step}")
@@ -77,7 +77,7 @@ def test_gradient_statistics_name_the_rank_that_is_an_outlier(ranks: RankPool, w
 
 
 def _noise_scale(rank: int, world: int) -> None:
-    """Of gradients g + e with e normal: tr(S) and |G|^2 are known."""
+    """Gradients g + e with normal e, for which tr(S) and |G|^2 are known."""
     width = 400
     net = nn.Linear(width, 1, bias=False)
     ddp = DistributedDataParallel(net, gradient_statistics=True)
@@ -135,7 +135,7 @@ def test_gradient_statistics_with_other_options(ranks: RankPool) -> None:
 
 
 def _clip_after_unscaling(rank: int, world: int) -> None:
-    """Hazard: what does not move a gradient's version, as GradScaler's kernel, or .data."""
+    """Hazard: changes without a version change, by GradScaler's kernel or .data."""
     ddp = _ddp(gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -160,7 +160,7 @@ def test_gradient_statistics_clip_after_unscaling(ranks: RankPool) -> None:
 
 
 def _clip_other_gradients(rank: int, world: int) -> None:
-    """Gradients that were taken away, or are of a parameter that replaces another; and float64."""
+    """Removed gradients, gradients of a parameter that replaces another, and float64."""
     for change in ("none", "replaced", "float64"):
         ddp = _ddp()
         if change == "float64":
@@ -186,7 +186,7 @@ def test_gradient_statistics_clip_other_gradients(ranks: RankPool) -> None:
 
 
 def _no_passes(rank: int, world: int) -> None:
-    """Where gradients are copied, none is read once more: no operator of torch is called."""
+    """Where gradients are copied, they are not read again: no torch operator is called."""
     counts = {}
     for on in (False, True):
         ddp = _ddp(gradient_statistics=on)

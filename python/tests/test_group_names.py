@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Process groups that c10d does not know by their names, or not under their own."""
+"""Process groups that c10d does not know by name, or knows by another name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 
 def _averages(group: dist.ProcessGroup, rank: int, world: int) -> None:
-    """Every part of the package that takes a group, over this one."""
+    """Use every part of the package that takes a group with this group."""
     mean = (world + 1) / 2
     ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), process_group=group)
     ddp(torch.full((1, 3), rank + 1.0)).sum().backward()
@@ -65,7 +65,7 @@ def _name_of_another(rank: int, world: int) -> None:
 def _destroyed(rank: int, world: int) -> None:
     group = dist.new_group()
     name = group.group_name
-    dist.barrier()  # new_group() fails on a rank that still connects when another leaves
+    dist.barrier()  # new_group() fails on a connecting rank if another rank leaves
     dist.destroy_process_group(group)
     check_equal(name_of(group), name, "name")
     try:
@@ -99,7 +99,7 @@ def _written_in_python(rank: int, world: int) -> None:
     group = Delegate(inner)
     stop = threading.Event()
 
-    def compute() -> None:  # wants the interpreter all the time
+    def compute() -> None:  # competes for the interpreter all the time
         while not stop.is_set():
             sum(range(1000))
 

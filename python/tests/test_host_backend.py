@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``init_process_group("apex")``: what torch.distributed and its users call, over shared memory.
+"""``init_process_group("apex")``: the calls of torch.distributed and its users, over shared memory.
 
-Oracles: random programs of collectives against values that each rank computes by itself, to the
-bit (collective_programs.py); torch's classes over it against one process in float64; time limits.
+References: random programs of collectives, compared bitwise with values that each rank computes
+(collective_programs.py); torch's classes over it, compared with one process in float64; time
+limits.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _nested(rank: int, world: int) -> None:
     for _ in range(3):
         tensor = torch.ones(10)
         if rank == 1:
-            time.sleep(0.2)  # so that the others' callbacks run on the thread of futures
+            time.sleep(0.2)  # so that the others' callbacks run on the futures' thread
         futures = [
             dist.all_reduce(tensor.clone(), group=one, async_op=True).get_future().then(again)
             for _ in range(1)
@@ -184,11 +185,11 @@ def _timeouts(rank: int, world: int) -> None:
     dist.barrier()
     if rank != 0:
         work = dist.all_reduce(torch.ones(10), group=one, async_op=True)
-    work.wait()  # a wait that was over has changed nothing
+    work.wait()  # the expired wait has changed nothing
     short = group(timeout=datetime.timedelta(milliseconds=300))
     if rank == 0:
         begun = time.monotonic()
-        # " timeout " is what programs look for in the errors of Gloo's.
+        # Programs search for " timeout " in Gloo's errors.
         with raises(RuntimeError, "waited for rank 1 longer than the timeout of 300 ms"):
             dist.all_reduce(torch.ones(10), group=short)
         check(time.monotonic() - begun < 15, "far longer than the timeout")
@@ -207,10 +208,10 @@ def _dropped(rank: int, world: int) -> None:
             one = group()
             tensor = torch.full((300, 1000), float(rank)).t()
             dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
-            dist.barrier(one, async_op=True)  # is dropped as well, with what the first one left
+            dist.barrier(one, async_op=True)  # dropped too, with the remains of the first one
             dist.barrier(one)
             check(torch.equal(tensor, torch.full_like(tensor, (world - 1) / 2)), "average")
-            # The hazard: each holds all before it.
+            # Hazard: each of them could keep all previous ones alive.
             many = [torch.full((6, 2), float(rank)).t() for _ in range(3000)]
             for tensor in many:
                 dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
@@ -226,7 +227,8 @@ def _dropped(rank: int, world: int) -> None:
 def _dropped_and_refused(rank: int, world: int) -> None:
     one = group()
     outputs = [torch.zeros(3, 2).t() for _ in range(2 * world)]
-    inputs = [torch.ones(2, 3), torch.ones(5)]  # the second is refused, when the first is issued
+    # the second is refused when the first has been issued
+    inputs = [torch.ones(2, 3), torch.ones(5)]
     lists = [outputs[2 * r : 2 * r + 2] for r in range(world)]
     backend: Any = one._get_backend(torch.device("cpu"))
     with pytest.raises(ValueError, match="elements"):
@@ -306,7 +308,7 @@ def test_killed_rank_is_named_at_once(ranks: RankPool) -> None:
 
 
 def _left(rank: int, world: int) -> None:
-    """Rank 1 leaves while it holds a Work that has completed: the others hear of it at once."""
+    """Rank 1 leaves while it holds a completed Work. The others are notified immediately."""
     one = group(timeout=datetime.timedelta(minutes=10))
     work = dist.all_reduce(torch.ones(30_000), group=one, async_op=True)
     work.wait()
@@ -315,7 +317,7 @@ def _left(rank: int, world: int) -> None:
     else:
         with raises(RuntimeError, "rank 1 has let go of the group"):
             dist.all_reduce(torch.ones(3), group=one)
-    dist.barrier()  # until then, rank 1 holds it
+    dist.barrier()  # rank 1 holds it until then
     check(work.is_completed(), "what has completed stays so")
 
 
@@ -324,7 +326,7 @@ def test_rank_that_has_left_is_named_at_once(ranks: RankPool) -> None:
 
 
 def _all_to_all_apart(rank: int, world: int) -> None:
-    """Rank 0 sends one row more to rank 1 than that expects."""
+    """Rank 0 sends one row more to rank 1 than rank 1 expects."""
     one = group()
     sent = [1, 2] if rank == 0 else [1, 1]
     received = torch.empty(2)
@@ -341,7 +343,7 @@ def test_all_to_all_of_other_sizes_ends_the_group(ranks: RankPool) -> None:
 
 
 def _many_in_another_order(rank: int, world: int) -> None:
-    """More collectives than the channel's ring has slots, of two wrappers and of two groups."""
+    """More collectives than the channel's ring has slots, from two wrappers and two groups."""
     groups = [group(), group()]
     works, tensors = [], []
     for one in groups if rank == 0 else groups[::-1]:
@@ -373,7 +375,7 @@ def test_many_collectives_in_another_order_complete(ranks: RankPool) -> None:
 
 
 def _groups_of_a_world(rank: int, world: int, store: str) -> None:
-    """Those that this package makes have the timeout of an apex world; streams make none."""
+    """Groups that this package creates have the apex world's timeout. Streams create none."""
     dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=7)
     dist.init_process_group(
@@ -383,7 +385,7 @@ def _groups_of_a_world(rank: int, world: int, store: str) -> None:
         check_equal(timeout_of(made), timeout, "the timeout")
     others = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     for ranks, one in zip(([0, 1], [0, 2]), others, strict=True):
-        if rank in ranks:  # ranks have made different numbers of groups
+        if rank in ranks:  # ranks have created different numbers of groups
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 ddp = DistributedDataParallel(
@@ -397,7 +399,7 @@ def test_groups_that_are_made_in_an_apex_world(ranks: RankPool, tmp_path: Path) 
 
 
 def _forked(rank: int, world: int) -> None:
-    """A child of rank 0 that runs a SyncBatchNorm is refused, and takes no rank's place."""
+    """A forked child of rank 0 that runs a SyncBatchNorm is refused, and does not act as a rank."""
     layer = SyncBatchNorm(3)
     if rank == 0:
         child = os.fork()
@@ -428,7 +430,7 @@ def _destroyed(rank: int, world: int) -> None:
         dist.destroy_process_group(one)
         del one, work
     dist.barrier()
-    for _ in range(200):  # groups end on threads of their own
+    for _ in range(200):  # groups end on separate threads
         left = len(os.listdir("/proc/self/fd")) - files
         if left < 10:
             break
@@ -575,7 +577,7 @@ def _late(rank: int, world: int) -> None:
         work = dist.all_reduce(tensor, group=one, async_op=True)
         dist.barrier()
     else:
-        dist.barrier()  # the other rank has posted by now, and does nothing for it
+        dist.barrier()  # the other rank has posted by now, and does no work for it
         work = dist.all_reduce(tensor, group=one, async_op=True)
     work.wait()
     check(torch.equal(tensor, torch.full((1 << 20,), 1.0)), "sum")
@@ -601,7 +603,7 @@ def _stopped(rank: int, world: int) -> Tensor:
 
 
 def test_torch_tests_run_on_it() -> None:
-    """Some of those that torch_distributed_tests.py runs."""
+    """Some of the tests of torch_distributed_tests.py."""
     pytest.importorskip("expecttest", reason="torch's own tests need it")
     runner = Path(__file__).with_name("torch_distributed_tests.py")
     some = ("test_all_reduce_sum", "test_barrier_timeout_full_group", "test_isend_torch_profiler")

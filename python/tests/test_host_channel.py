@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes of one host share memory: which way a bucket takes, what happens where they can't, and
-what is left behind.
+"""Shared memory between processes of one host: the path of a bucket, the fallback without it, and
+leftovers.
 
-Oracles: check_step()'s averages in float64, the same bits as through Gloo, the process's files.
+References: check_step()'s averages in float64, the same bits as through Gloo, the process's files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _falls_back(rank: int, world: int, way: str) -> None:
         if way == "off":
             os.environ["APEX_HOST_CHANNEL"] = "0"
         else:
-            # No process may open more files: neither its own memory nor that of others.
+            # No process may open more files, neither its own memory nor that of others.
             import resource
 
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,7 +109,7 @@ def test_one_rank_that_cannot_takes_all_along(ranks: RankPool, way: str) -> None
 
 
 def _same_as_gloo(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Sums of float32 and float64 over two ranks are the same bits, however they travel."""
+    """Sums of float32 and float64 over two ranks have the same bits on every path."""
     results = []
     for channel in ("0", "1"):
         with host_channel(channel):
@@ -135,10 +135,11 @@ def test_sums_of_two_ranks_are_those_of_gloo(ranks: RankPool, dtype: torch.dtype
 
 
 def _memory() -> list[int]:
-    """The bytes ever written of each block of shared memory that this process has open."""
+    """The number of bytes written so far to each block of shared memory that this process has
+    open."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
-        # The hazard: threads of groups of earlier tests close files while these are listed.
+        # Hazard: threads of earlier tests' groups close files while these are listed.
         with contextlib.suppress(FileNotFoundError):
             if "memfd:apex" in os.readlink(link):
                 found.append(link.stat().st_blocks * 512)
@@ -170,15 +171,15 @@ def _holds_the_buckets_once(rank: int, world: int, options: dict[str, Any], wide
     torch.manual_seed(rank)
     layers = [nn.Linear(wide, wide, bias=False) for _ in range((512 // wide) ** 2 * 12)]
     gc.collect()
-    before = sum(_memory())  # what earlier tests in this process left behind
+    before = sum(_memory())  # the remains of earlier tests in this process
     ddp = DistributedDataParallel(nn.Sequential(*layers), process_group=_group(), **options)
     gradients = sum(p.numel() * p.element_size() for p in ddp.parameters())
     for _ in range(5):
         ddp.zero_grad()
         ddp(torch.randn(4, wide)).square().sum().backward()
     check(_shared(ddp) > 0, "no bucket in shared memory")
-    # The copy of the model that rank 0 sends at construction is made where the buckets lie later; a
-    # quarter for what lies between them.
+    # The copy of the model that rank 0 sends at construction is in the memory that the buckets use
+    # later. A quarter is added for the space between them.
     held = sum(_memory()) - before
     check(held <= 1.3 * gradients + (1 << 20), f"{held} bytes for {gradients} of gradients")
 
@@ -210,7 +211,7 @@ def test_rank_that_dies_is_named_by_its_process(ranks: RankPool) -> None:
 
 
 def _waits_elsewhere(rank: int, world: int, size: int) -> None:
-    """Rank 0 needs the others' updates while they wait for it: as where it saves a checkpoint."""
+    """Rank 0 needs the others' updates while they wait for it, for example to save a checkpoint."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
     ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
@@ -256,7 +257,7 @@ def test_forked_child_gets_a_clear_error(ranks: RankPool) -> None:
 
 
 def _two_threads(rank: int, world: int) -> None:
-    """Each makes the first collective of a group of its own, in another order on each rank."""
+    """Each thread makes the first collective of its own group, in another order on each rank."""
     from apex import _core
 
     groups = [_group() for _ in range(2)]
@@ -266,7 +267,7 @@ def _two_threads(rank: int, world: int) -> None:
     def work(i: int) -> None:
         try:
             if i != rank % 2:
-                begun[rank % 2].wait()  # the other thread is in its handshake, or past it
+                begun[rank % 2].wait()  # the other thread is in its handshake, or has finished it
             begun[i].set()
             total = torch.full((10,), rank + 1.0)
             _core.all_reduce(total, groups[i].group_name, False)
@@ -298,7 +299,7 @@ def _differs(rank: int, world: int, sizes: list[int], average: list[bool], said:
     ("sizes", "average", "said"),
     [
         ([8, 9], [False, False], "9 elements"),
-        ([1000, 100_000], [False, False], "100000 elements"),  # which go two ways
+        ([1000, 100_000], [False, False], "100000 elements"),  # which take two paths
         ([8, 8], [False, True], "average"),
         ([100_000, 100_000], [True, False], "average"),
     ],
@@ -322,7 +323,7 @@ def _groups_end(rank: int, world: int) -> None:
         _core.all_reduce(tensor, name_of(group), False)
         dist.destroy_process_group(group)
         del group
-    for _ in range(600):  # now and then it is looked whether groups are gone
+    for _ in range(600):  # ended groups are detected periodically
         _core.all_reduce(tensor, name_of(dist.group.WORLD), False)
     check(memory() <= before + 4, f"mappings: {before} before, {memory()} now")
 

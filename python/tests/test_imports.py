@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules of the package import downwards, without a circle.
+"""Modules of the package import only lower layers, without cycles.
 
 The graph is read from the sources. Imports within functions count like those at the top of a
-module, and so does the name of a module in a string, as in ``sys.modules.get("apex.amp")``. What is
-imported ``if TYPE_CHECKING`` does not run: two modules may name each other's types, but no package
-names types of one above it.
+module, and so does the name of a module in a string, as in ``sys.modules.get("apex.amp")``. Imports
+under ``if TYPE_CHECKING`` do not run, so two modules may name each other's types. But no package
+names types of a package above it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("apex", "amp_C", "apex_C")
-#: Made by the build; they import nothing of the package.
+#: Created by the build. They import nothing of the package.
 BUILT = ("apex._core", "apex._build_info")
-#: From the bottom: a package imports those of the lines above its own, and itself.
+#: From the bottom up. A package may import packages of earlier lines, and itself.
 LAYERS = (
     BUILT,
     ("apex._internal", "apex._check", "apex._host_backend"),
@@ -44,7 +44,7 @@ class Import(NamedTuple):
 
 
 def read(root: Path) -> list[Import]:
-    """Every import of a module of PACKAGES, below `root`, by another one."""
+    """All imports of modules of PACKAGES, below `root`, by other modules."""
     files: dict[str, Path] = {}
     for file in sorted(file for package in PACKAGES for file in root.glob(f"{package}/**/*.py")):
         parts = file.relative_to(root).with_suffix("").parts
@@ -74,7 +74,8 @@ def _imports(name: str, file: Path, modules: set[str]) -> Iterator[Import]:
             targets = [node.value]
         for target in targets:
             if target in modules:
-                # The packages that hold it run first, but for those that hold the importer, too.
+                # The packages that contain it run first, except those that also contain the
+                # importer.
                 for holder in _holders(target):
                     if holder == target or not f"{name}.".startswith(f"{holder}."):
                         yield Import(name, holder, node.lineno, runs)
@@ -98,7 +99,7 @@ def _walk(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def circles(imports: list[Import]) -> list[list[str]]:
-    """One circle through each module that is the first of its circle to be looked at."""
+    """One cycle through each module that is the first of its cycle to be visited."""
     targets: dict[str, list[str]] = {}
     for found in imports:
         if found.runs:
@@ -120,12 +121,12 @@ def circles(imports: list[Import]) -> list[list[str]]:
 
 
 def layer(module: str) -> tuple[int, str]:
-    """The line of its package in LAYERS, and the package: the longest name that fits."""
+    """The line in LAYERS of its package, and the package: the longest matching name."""
     fits = [
         (len(package), line, package)
         for line, packages in enumerate(LAYERS)
         for package in packages
-        # Beside its packages, "apex" has no modules but those of LAYERS.
+        # Apart from its packages, "apex" has only the modules in LAYERS.
         if module == package or (package != "apex" and module.startswith(f"{package}."))
     ]
     assert fits, f"{module} is in no line of LAYERS"
@@ -133,7 +134,7 @@ def layer(module: str) -> tuple[int, str]:
 
 
 def upward(imports: list[Import]) -> list[str]:
-    """Imports of a package above, or beside."""
+    """Imports of a package in the same or a higher layer."""
     result = []
     for found in imports:
         (own, package), (other, target) = layer(found.source), layer(found.target)
@@ -144,7 +145,7 @@ def upward(imports: list[Import]) -> list[str]:
 
 def test_modules_import_no_circle() -> None:
     imports = read(ROOT)
-    # The graph has what is known to be in the sources: through a package, relative, in a function.
+    # The graph contains known imports of the sources: through a package, relative, in a function.
     edges = {(found.source, found.target) for found in imports}
     assert ("apex.parallel._options", "apex._internal.tree") in edges
     assert ("apex.amp.patch", "apex._internal.dtypes") in edges

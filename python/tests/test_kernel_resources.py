@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/kernels.md: of the present kernels, for all architectures, and within limits.
+"""docs/kernels.md covers the current kernels and all architectures, within limits.
 
-The page is written by scripts/kernel_resources.py, which compiles the kernels for every
-architecture; here they are compiled for one.
+scripts/kernel_resources.py writes the page, for which it compiles the kernels for every
+architecture. Here they are compiled for one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from package_support import require_nvcc  # noqa: E402
 PAGE = ROOT / "docs" / "kernels.md"
 AGAIN = "run `python scripts/kernel_resources.py --output docs/kernels.md`, and look at the changes"
 VECTORS = {"float": (1, 2, 4), "double": (1, 2), "half": (1, 4, 8), "bfloat16": (1, 4, 8)}
-SHARED_BYTES = 48 << 10  # of a block, on all architectures and without asking for more
-#: Blocks that a multiprocessor has registers for, at least.
+SHARED_BYTES = 48 << 10  # per block, on all architectures and without an opt-in
+#: The minimum number of blocks that a multiprocessor has registers for.
 BLOCKS = {"rows_statistics_kernel": 1, "rows_reduce_kernel": 1}
-#: Bytes per thread, at most; 0 for kernels that are not here. Lower them where the page allows.
+#: The maximum in bytes per thread; 0 for other kernels. Lower them when the page allows.
 SPILLS = {
     "planes_normalize_kernel": 16,
     "planes_statistics_kernel": 24,
@@ -42,12 +42,13 @@ SPILLS = {
 
 
 def over_the_limit(table: Table) -> list[str]:
-    """What is beyond the limits, in words."""
+    """The values beyond the limits, in words."""
     threads = kernel_resources.threads_per_block()
     found = []
     for kernel, row in table.items():
         for architecture, used in row.items():
-            registers = -(-used.registers // 8) * 8 * threads[kernel.name]  # given by eights
+            # allocated in units of eight
+            registers = -(-used.registers // 8) * 8 * threads[kernel.name]
             blocks = kernel_resources.REGISTERS // registers
             where = f"{kernel} on sm_{architecture}"
             if blocks < BLOCKS.get(kernel.name, 2):
@@ -123,7 +124,7 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """Compiled once: it takes a minute."""
+    """Compiled once, because it takes a minute."""
     folder, include = tmp_path_factory.mktemp("compiled"), kernel_resources.torch_include()
     torch = ("-isystem", include, "-include=c10/util/BFloat16.h")
     nvcc = require_nvcc(folder, "-std=c++20", "-arch=sm_90", "--expt-relaxed-constexpr", *torch)
@@ -135,10 +136,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 @pytest.mark.slow
 def test_kernels_compile_as_the_page_says(page: tuple[str, str, Table], compiled: Compiled) -> None:
     assert set(compiled.table) == set(page[2])
-    # Another nvcc allocates other registers, and may spill more.
+    # Another nvcc allocates registers differently, and may spill more.
     if compiled.nvcc_version == page[0]:
         assert over_the_limit(compiled.table) == []
-        # A row of the page has the shared memory of the architecture that takes most.
+        # A row of the page has the largest shared memory of all architectures.
         taken = {k: (row[90].registers, row[90].spill_bytes) for k, row in compiled.table.items()}
         noted = {k: (row[90].registers, row[90].spill_bytes) for k, row in page[2].items()}
         assert taken == noted, AGAIN

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""LARC against an obvious float64 reference, and as an Optimizer among others."""
+"""LARC compared with a simple float64 reference, and combined with other optimizers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_step_groups_with_own_settings_and_mixed_types() -> None:
 def test_step_low_precision_norms_do_not_overflow(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.full((1000,), 60.0, dtype=dtype))
     optimizer = LARC(torch.optim.SGD([param], lr=0.1))
-    param.grad = torch.full_like(param, 4096.0)  # its squared norm is beyond float16
+    param.grad = torch.full_like(param, 4096.0)  # its squared norm exceeds float16
     optimizer.step()
     assert param.isfinite().all() and (param < 60).all()
 
@@ -136,7 +136,7 @@ def test_step_tensor_learning_rate_and_capturable_inner_optimizer() -> None:
 
 
 class NoHostCopies(torch.utils._python_dispatch.TorchDispatchMode):
-    """Fails on the operations that bring a number to the host."""
+    """Raises for operations that copy a number to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)

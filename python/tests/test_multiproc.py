@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m apex.parallel.multiproc: what it starts, what scripts are given, and how a job ends."""
+"""python -m apex.parallel.multiproc: its processes, the scripts' arguments, and the end of a
+job."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from warm import run_script
 from apex.parallel import multiproc
 from apex.parallel._multiproc import script as script_options
 
-# Against hangs only; nothing here takes nearly as long.
+# Only a guard against hangs. Nothing here takes nearly this long.
 TIMEOUT_S = 600
 
 linux_only = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc"
 )
 
-#: Every rank tells what it was given, as one line of JSON in a file of its own.
+#: Every rank writes the arguments and variables that it got, as one line of JSON, to its own file.
 REPORT = """
     import json, os, pathlib, sys
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
@@ -47,7 +48,7 @@ TAKES_ALL = """
     parser.add_argument("--lr")
     parser.parse_args()
 """
-#: All ranks have started when this is done.
+#: After this, all ranks have started.
 MEET_IN_GROUP = """
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
@@ -61,7 +62,7 @@ MEET = """
     while len(list(place.iterdir())) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
 """
-#: Every rank waits until the launcher ends it; rank 0 says when all of them are there.
+#: Every rank waits until the launcher ends it. Rank 0 reports when all have started.
 WAIT = """
     import os, signal
     if os.environ["RANK"] == "0":
@@ -69,8 +70,8 @@ WAIT = """
     while True:
         signal.pause()
 """
-#: This rank fails, the others wait until they are stopped: by the signal itself, as most scripts
-#: are, or by a handler of their own.
+#: This rank fails, and the others wait until they are stopped: by the signal itself, as most
+#: scripts are, or by their own handler.
 FAIL = """
     import os, signal, sys
     if os.environ["RANK"] == os.environ["FAILING_RANK"]:
@@ -88,7 +89,7 @@ FAIL = """
 
 
 class Job:
-    """A launcher in a folder of its own, and what its ranks said."""
+    """A launcher in a separate folder, and the output of its ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,12 +108,12 @@ class Job:
             **kept,
             "REPORT_TO": str(self.reports),
             "GLOO_SOCKET_IFNAME": "lo",
-            "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder behind
+            "TMPDIR": str(self.folder),  # a killed launcher leaves its folder behind
             **env,
         }
 
     def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
-        # The ranks inherit the pipes: at their end, no process of the job is left.
+        # The ranks inherit the pipes, so end of file means that no process of the job is left.
         process = subprocess.Popen(
             [sys.executable, "-m", "apex.parallel.multiproc", *command],
             cwd=self.folder,
@@ -125,13 +126,13 @@ class Job:
         return process
 
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """The launcher is forked from a process that has imported torch: see warm."""
+        """The launcher is forked from a process that has imported torch (see warm)."""
         return self._run(self.folder, command, env)
 
     def run_nodes(
         self, nodes: int, *command: str, **env: str
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Launchers of one job, each with its --node-rank and in a folder of its own."""
+        """Launchers of one job, each with its --node-rank and in a separate folder."""
 
         def run_node(node: int) -> subprocess.CompletedProcess[str]:
             folder = self.folder / f"node{node}"
@@ -148,7 +149,7 @@ class Job:
         return run_script(multiproc.__file__, *command, cwd=folder, env=whole, timeout_s=TIMEOUT_S)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        """Wait until the launcher and whatever has its output open are gone."""
+        """Wait until the launcher and all processes that have its output open have ended."""
         out, err = process.communicate(timeout=TIMEOUT_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -159,7 +160,7 @@ class Job:
         return sorted(int(path.name) for path in self.reports.iterdir())
 
     def living(self) -> list[int]:
-        """Processes that were started with this folder in their environment, zombies apart."""
+        """The processes with this folder in their environment, without zombies."""
         mark = f"REPORT_TO={self.reports}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -171,7 +172,7 @@ class Job:
         return found
 
     def outlive(self, limit_s: float = 60) -> list[int]:
-        """Those of :meth:`living` that do not end; the kernel ends one process before another."""
+        """The processes of :meth:`living` that remain. The kernel ends them one after another."""
         deadline = time.monotonic() + limit_s
         while (found := self.living()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -188,7 +189,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             process.wait()
 
 
-# --- what is started ---
+# --- the started processes ---
 
 
 @pytest.mark.processes
@@ -227,7 +228,7 @@ def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
         assert done.returncode == 0, done.stderr
     assert job.ranks() == [0, 1, 2, 3]
     assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
-    # Ranks that have said nothing leave no file behind, on either node.
+    # Ranks without output leave no file, on either node.
     assert list(job.folder.rglob("*.log")) == []
 
 
@@ -268,7 +269,7 @@ def test_output_rank_0_on_terminal_others_in_logs(job: Job) -> None:
     assert list(job.folder.glob("*.log")) == []
 
 
-# --- what scripts are given ---
+# --- the arguments of scripts ---
 
 
 @pytest.mark.processes
@@ -284,7 +285,7 @@ def test_options_script_takes_them_each_rank_gets_its_own(job: Job) -> None:
 @pytest.mark.processes
 def test_options_script_takes_none_gets_its_arguments_alone(job: Job) -> None:
     job.write(REPORT)
-    # The agent substitutes ${local_rank} and $$ in what it is given; these must arrive untouched.
+    # The agent substitutes ${local_rank} and $$ in its arguments. These must arrive unchanged.
     arguments = ["--name", "a b", "$$x", "${local_rank}", "--", "--nproc=7"]
     done = job.run("--nproc=2", "job.py", *arguments)
     assert done.returncode == 0, done.stderr
@@ -370,7 +371,7 @@ def test_world_size_is_found_in_every_spelling(arguments: list[str], expected: i
     assert script_options.world_size(arguments) == expected
 
 
-# --- how a job ends ---
+# --- the end of a job ---
 
 
 @pytest.mark.processes
@@ -395,7 +396,7 @@ def test_failing_rank_stops_all_and_is_shown(
     assert f"multiproc: rank {failing} failed with " in done.stderr
     assert f"rank {1 - failing} failed" not in done.stderr
     assert done.stderr.count("Traceback") == (how == "raise")
-    assert (job.folder / "rank_1.log").is_file()  # empty or not: something went wrong
+    assert (job.folder / "rank_1.log").is_file()  # even if empty, because the job failed
     assert job.living() == []
 
 
@@ -412,7 +413,7 @@ def test_failing_ranks_each_is_named_with_its_traceback(job: Job) -> None:
 @linux_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) -> None:
-    # A rank may have processes of its own, in a session of their own.
+    # A rank may have its own processes, in a separate session.
     job.write(
         "import subprocess, sys\n",
         'sleeper = "import time; time.sleep(1000)"\n',
@@ -439,7 +440,7 @@ def test_killed_launcher_leaves_no_rank(job: Job) -> None:
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "all here\n"
     launcher.kill()
-    job.finish(launcher)  # returns when rank 0 has let go of the pipe
+    job.finish(launcher)  # returns when rank 0 has closed the pipe
     assert job.outlive() == []
 
 
@@ -456,7 +457,7 @@ def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
     assert job.living() == []
 
 
-# Hazard: the store ends with node 0's launcher, and whoever asks it then is told of a failure.
+# Hazard: the store ends with node 0's launcher, and later requests to it report a failure.
 OUTLIVES_NODE_0 = """
     import os, socket, sys, time
     while os.environ["GROUP_RANK"] == "1":
@@ -544,7 +545,7 @@ def test_log_that_cannot_be_opened_is_named_and_no_rank_is_left(job: Job) -> Non
     assert job.living() == []
 
 
-# --- what is refused ---
+# --- refused arguments ---
 
 
 @pytest.mark.parametrize(
@@ -595,5 +596,5 @@ def test_several_nodes_environment_gives_the_meeting_point(
     assert master("--nnodes=2", "job.py") == ("node0", "1234")
     assert master("--nnodes=2", "--master-port=99", "job.py") == ("node0", "99")
     assert master("--nnodes=2", "--master-addr=b", "job.py", env={}) == ("b", "29500")
-    assert master("job.py") == (None, "0")  # any free one
+    assert master("job.py") == (None, "0")  # any free port
     assert multiproc.parse(["--nnodes=2", "job.py", "--world-size=6"], there).nproc == 3

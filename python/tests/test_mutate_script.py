@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/mutate.py: what it makes of a source, and which mutants it draws."""
+"""scripts/mutate.py: the mutants of a source, and which ones are drawn."""
 
 from __future__ import annotations
 

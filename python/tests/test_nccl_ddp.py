@@ -79,7 +79,7 @@ def _assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str) 
 
 def _trains_like_one_process(rank: int, world_size: int, dtype: torch.dtype, options: dict) -> None:
     model = copy.deepcopy(_mlp()).to("cuda", dtype)
-    if rank > 0:  # rank 0's values are taken at construction
+    if rank > 0:  # the constructor broadcasts rank 0's values
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
@@ -102,7 +102,7 @@ def _trains_like_one_process(rank: int, world_size: int, dtype: torch.dtype, opt
                 ddp.module.parameters(), reference.parameters(), strict=True
             ):
                 parameter.sub_(parameter.grad, alpha=1e-3)
-                follower.copy_(parameter)  # so that rounding does not add up
+                follower.copy_(parameter)  # so that rounding does not accumulate
     in_backward = ddp.statistics()["launched_in_backward"]
     assert (in_backward == 0) if options.get("delay_allreduce") else (in_backward > 0)
     for name, parameter in ddp.module.named_parameters():
@@ -135,7 +135,7 @@ def test_training_bfloat16_nccl_ranks_equals_one_process(world_size: int, option
 
 def _trains_in_a_subgroup(rank: int, world_size: int, streams: int) -> None:
     group = dist.new_group(range(world_size - 1))
-    if rank < world_size - 1:  # the last rank takes part in nothing
+    if rank < world_size - 1:  # the last rank does not take part
         options = {"process_group": group, "num_allreduce_streams": streams}
         _trains_like_one_process(rank, world_size - 1, torch.float32, options)
     dist.barrier()
@@ -148,7 +148,7 @@ def test_training_in_a_subgroup_of_three_nccl_ranks_equals_one_process(streams: 
 
 def _overflows_as_a_sum(rank: int, world_size: int) -> None:
     for options, expected in (
-        ({}, float("inf")),  # summed, then divided: small gradients keep their digits
+        ({}, float("inf")),  # summed, then divided, so small gradients keep their precision
         ({"gradient_predivide_factor": 2.0}, 60000.0),
         ({"allreduce_always_fp32": True}, 60000.0),
         ({"gradient_average": False}, float("inf")),
@@ -158,7 +158,7 @@ def _overflows_as_a_sum(rank: int, world_size: int) -> None:
         module.register_parameter("weight", parameter)
         module.forward = lambda p=parameter: (p.float() * 60000.0).sum()
         ddp = DistributedDataParallel(module, **options)
-        for step in range(2):  # the first learns the order, the second follows it
+        for step in range(2):  # the first records the order, the second uses it
             ddp.zero_grad(set_to_none=True)
             ddp().backward()
             value = parameter.grad.max().item()
@@ -269,14 +269,14 @@ def test_step_with_sync_batch_norm_captured_in_a_graph_two_nccl_ranks_equals_one
     run_nccl_ranks(2, _replays)
 
 
-# --- as many ranks as there are GPUs, up to eight; two on one ---
+# --- one rank per GPU, up to eight; two ranks on one GPU ---
 
 RANKS = max(2, min(8, torch.cuda.device_count()))
 DEVICE = "cuda"
 
 
 def _norms_and_buckets(rank: int, world_size: int, seconds: float) -> None:
-    """Batch norm exchanges moments on a communicator of its own while buckets are in flight."""
+    """Batch norm uses a separate communicator while buckets are in flight."""
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)) for _ in range(20)]
     model = convert_syncbn_model(nn.Sequential(*layers)).to(DEVICE)
@@ -301,7 +301,7 @@ def test_batch_norms_beside_buckets_do_not_deadlock() -> None:
 
 
 def _loses_a_rank(rank: int, world_size: int, path: str) -> None:
-    """Writes down what it is told, and when, since it was the last time there was somebody."""
+    """Records the error, and the time since the lost rank was last alive."""
     ddp = DistributedDataParallel(_mlp(torch.float32).to(DEVICE))
     before = time.monotonic()
     try:
@@ -314,7 +314,7 @@ def _loses_a_rank(rank: int, world_size: int, path: str) -> None:
     except RuntimeError as error:
         text = f"{time.monotonic() - before:.1f} s: {error}"
         Path(path, f"rank{rank}").write_text(text)
-        os._exit(3)  # what is left of NCCL is not this test's
+        os._exit(3)  # cleaning up NCCL is not part of this test
 
 
 def test_rank_killed_the_others_raise_with_its_name_before_the_timeout() -> None:

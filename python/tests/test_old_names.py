@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names that scripts for Apex import, pass as keywords or reach into, and what they do."""
+"""Names that Apex scripts import, pass as keywords or access internally, and their effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from apex.parallel import DistributedDataParallel, distributed
 
 
 def test_imports_stand_alone() -> None:
-    # In a process of its own: here other tests have imported submodules.
+    # In a separate process, because other tests here have imported submodules.
     lines = """
 import amp_C, apex_C
 amp_C.multi_tensor_scale, apex_C.flatten, apex_C.unflatten
@@ -40,7 +40,7 @@ apex.parallel.LARC.LARC, apex.amp.scaler.LossScaler, apex.amp.frontend.O1
 apex.amp.lists.functional_overrides.FP32_FUNCS, apex.amp.compat, apex.amp.rnn_compat
 from apex.contrib.optimizers import FusedAdam, FusedSGD
 """
-    # A build without CUDA beside a torch with it says so: that warning is meant.
+    # A CPU build with a CUDA build of torch warns about it, as intended.
     strict = ["-W", "error::RuntimeWarning", "-W", "ignore:torch:RuntimeWarning"]
     done = subprocess.run([sys.executable, *strict, "-c", lines])
     assert done.returncode == 0
@@ -137,7 +137,7 @@ def test_unscale_writes_the_masters_and_notes_overflow(kind: Any, grads: torch.d
     assert scaler._has_overflow == dynamic
     assert scaler.update_scale() == dynamic
     assert scaler.loss_scale() == (4.0 if dynamic else 8.0)
-    assert scaler._has_overflow == dynamic  # says what was decided, until the next loss
+    assert scaler._has_overflow == dynamic  # the last decision, until the next loss
     scaler.scale(torch.ones(()))
     assert not scaler._has_overflow
 
@@ -150,7 +150,7 @@ def test_unscale_with_stashed_adds_what_was_kept(override: Any) -> None:
     scaler.unscale_with_stashed(model, stashed, out, scale_override=override)
     expected = 8 / 8 + 0.5 if override is None else 8 * 2 / 4 + 0.5 * 2 / 1
     assert out[0].tolist() == [expected] * 2 and not scaler._has_overflow
-    stashed[0][0] = math.inf  # in a sum that was looked at before
+    stashed[0][0] = math.inf  # in a sum that was checked before
     scaler.unscale_with_stashed(model, stashed, out)
     assert not scaler._has_overflow
     model[0][1] = math.inf
@@ -204,7 +204,7 @@ def copied_has_none(scaler: LossScaler) -> bool:
 
 
 def _reduces_by_itself(rank: int, world: int, level: str) -> None:
-    """Accumulation, then one flat all-reduce, as DeepLearningExamples' BERT does it."""
+    """Accumulation, then one flat all-reduce, as in DeepLearningExamples' BERT."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
     wide = [p.detach().double().requires_grad_() for p in model.parameters()]
@@ -320,7 +320,7 @@ def test_function_removed_from_the_lists_follows_its_inputs(restored_lists: None
     assert half.exp().dtype == torch.float16 and torch.exp(half).dtype == torch.float32
     with amp.disable_casts():
         assert half.exp().dtype == torch.float16
-    assert half.clone().exp_().dtype == torch.float16  # not refused any more
+    assert half.clone().exp_().dtype == torch.float16  # no longer refused
     assert torch.nn.functional.log_softmax(half, 1).dtype == torch.float32
     _amp_state.handle._deactivate()
     assert torch.exp(half).dtype == torch.float16

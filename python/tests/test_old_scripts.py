@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Miniatures of public training scripts train as they did: see old_scripts.py."""
+"""Miniatures of public training scripts train as they did with Apex: see old_scripts.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_support import RankPool
 
 pytestmark = pytest.mark.processes
 
-#: How far the loss has to fall, and how close a float32 run on two ranks is to that on one.
+#: How far the loss must fall, and how close float32 runs on one and two ranks must be.
 FALL, CLOSE = 0.75, 2e-3
 
 
@@ -43,8 +43,8 @@ def test_bert_with_the_wrapper_trains_alike_on_two_ranks(
     ranks: RankPool, name: str, level: str
 ) -> None:
     one, two = (run(ranks, n, old_scripts.train_bert, level, name, False) for n in (1, 2))
-    # float16 rounds the gradients of one and of two ranks differently, by the instructions of the
-    # processor. Adam goes by their signs, and enlarges that from step to step.
+    # float16 rounds the gradients of one and of two ranks differently, depending on the processor's
+    # instructions. Adam uses their signs, and amplifies the difference from step to step.
     first = 6 if (name, level) == ("adam", "O2") else len(one)
     assert one[:first] == pytest.approx(two[:first], rel=CLOSE if level == "O0" else 0.01)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""OverlappedOptimizer: updates made in the next forward, the same bit for bit as those made at
-once."""
+"""OverlappedOptimizer: updates in the next forward are bitwise equal to immediate updates."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from apex.parallel.LARC import LARC
 
 pytestmark = pytest.mark.processes
 
-STEPS = 9  # the plan is learnt in the first, ordered after the third; later ones are deferred
+STEPS = 9  # the plan is recorded in the first, ordered after the third; later ones are deferred
 
 
 class Net(nn.Module):
-    """Several buckets of unequal size, a norm, a parameter of its own, a shared layer."""
+    """Several buckets of unequal size, a norm, a direct parameter, and a shared layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ OPTIMIZERS: dict[str, Make] = {
 def train(
     ddp: nn.Module, optimizer: Any, rank: int, *, clear_first: bool, steps: int = STEPS
 ) -> list[Any]:
-    """Losses of a loop with a scheduler, as people write it."""
+    """The losses of a typical training loop with a scheduler."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     losses = []
     for step in range(steps):
@@ -84,7 +83,7 @@ def train(
 def check_either_way(
     make_ddp: Callable[[], Any], run: Callable[[Any, Any], None], make_optimizer: Make
 ) -> Any:
-    """``run(ddp, optimizer)`` leaves the same parameters with an OverlappedOptimizer as without."""
+    """``run(ddp, optimizer)`` gives the same parameters with an OverlappedOptimizer as without."""
     results = []
     for overlap in (False, True):
         torch.manual_seed(0)
@@ -108,7 +107,7 @@ def _same_as_at_once(rank: int, world: int, name: str, options: dict[str, Any]) 
     for clear_first in (True, False):
         plain = make(**options)
         if world > 2:
-            # The order of a sum of three depends on where in its bucket a number lies.
+            # The summation order of three values depends on their position in the bucket.
             plan = [
                 [n for n, _ in reversed(list(plain.module.named_parameters()))][i::4]
                 for i in range(4)
@@ -197,7 +196,7 @@ def _reading_the_state(rank: int, world: int) -> None:
     with torch.no_grad():
         train_batch = batch(rank, 1)
         check(torch.equal(ddp.module(train_batch), plain.module(train_batch)), "evaluation")
-    copied = copy.deepcopy(ddp)  # leaves the optimizer behind
+    copied = copy.deepcopy(ddp)  # the copy drops the optimizer
     check(copied._engine.hooks.optimizer is None, "the copy has the optimizer of the original")
     pickle.loads(pickle.dumps(ddp)).module(batch(rank, 1))
     with raises(TypeError, "state_dict()"):
@@ -304,7 +303,7 @@ def _amp_without_scale(rank: int, world: int) -> None:
         optimizer.zero_grad()
         with amp.scale_loss(ddp(batch(rank, step)).square().mean(), optimizer) as loss:
             loss.backward()
-        # Read at once: the same bits on every rank.
+        # Read immediately: the same bits on every rank.
         check_same_on_all_ranks([p.grad for p in net.parameters()], f"gradients of step {step}")
         optimizer.step()
 
@@ -476,7 +475,7 @@ def test_parameters_used_by_the_module_above_are_waited_for_there(ranks: RankPoo
     ranks.run(2, _attention)
 
 
-# --- what would be wrong without a word ---
+# --- silent errors without these checks ---
 
 
 class Functional(Net):
@@ -503,7 +502,7 @@ def _used_functionally(rank: int, world: int, name: str, fragments: list[str]) -
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
     with raises(RuntimeError, *fragments):
         train(ddp, optimizer, rank, clear_first=True)
-    # With what the message says it works.
+    # It works with the remedy of the message.
     for step in range(STEPS):
         optimizer.synchronize()
         optimizer.zero_grad()
@@ -516,7 +515,8 @@ def _used_functionally(rank: int, world: int, name: str, fragments: list[str]) -
     ("name", "fragments"),
     [
         ("bias", ["'last.", "before it was updated", "synchronize()"]),
-        ("weight", ["modified by an inplace operation"]),  # torch's: backward needs its old value
+        # torch's error: backward needs its old value
+        ("weight", ["modified by an inplace operation"]),
     ],
 )
 def test_parameter_used_past_its_module_is_an_error(
@@ -594,7 +594,7 @@ def test_frozen_and_added_parameters_lose_no_update(ranks: RankPool) -> None:
 
 
 def _two_backwards(rank: int, world: int) -> None:
-    """Twice the loss in two backwards of one forward: as one backward of it doubled."""
+    """Two backwards of one forward equal one backward of twice the loss."""
     results = []
     for twice in (True, False):
         ddp = make()
@@ -619,7 +619,7 @@ def test_overlapped_two_backwards_of_one_forward(ranks: RankPool) -> None:
 
 
 class Routed(nn.Module):
-    """Leaves out a layer, or ends backward, where it is told to."""
+    """Skips a layer, or ends backward, on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -641,7 +641,7 @@ def _fail(_: Tensor) -> None:
 
 
 def _left_out_on_one_rank(rank: int, world: int) -> None:
-    """One rank waits in backward and steps at once, the others step in parts."""
+    """One rank waits in backward and steps immediately, the others step in parts."""
 
     def run(ddp: Any, optimizer: Any) -> None:
         for step in range(STEPS + 4):
@@ -670,7 +670,7 @@ def _fails(rank: int, world: int, when: int, other_too: bool) -> None:
             optimizer.zero_grad()
             x = 1 * batch(rank, step).requires_grad_()
             if other_too and rank == 0 and step == when:
-                x.register_hook(_fail)  # when all gradients are on their way
+                x.register_hook(_fail)  # when all gradients are in flight
             try:
                 ddp(x, fails=rank == 1 and step == when).square().mean().backward()
                 if isinstance(optimizer, OverlappedOptimizer):

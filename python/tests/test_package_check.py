@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an installation that cannot work says at import: apex._check."""
+"""Errors at import for an installation that cannot work: apex._check."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ from apex import _build_info, _check
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
-    """Make apex look as if it had been built against a torch with these facts."""
+    """Simulate a build against a torch with these properties."""
     built = {
         "torch_version": str(torch.__version__),
         "cxx11_abi": torch.compiled_with_cxx11_abi(),
@@ -41,7 +41,7 @@ def test_installation_other_torch_version_names_both_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend(monkeypatch)
-    _check.installation()  # the pretence itself is fine
+    _check.installation()  # the simulation itself passes
     pretend(monkeypatch, torch_version="1.2.3+cpu")
     with pytest.raises(ImportError) as error:
         _check.installation()
@@ -121,7 +121,7 @@ def test_installation_not_built_says_how_to(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_cpp_program_with_another_torch_at_run_time_says_so_first(tmp_path: Path) -> None:
-    """Hazard: objects of another layout, written beside. Only the number is another one here."""
+    """Hazard: objects of another layout are silently overwritten. Only the version differs here."""
     program = cpp_program("cpp", "tests", "package", "apex_cpp_rank")
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("there is no C compiler here")

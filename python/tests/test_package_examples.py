@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The C++ examples as users start them: torchrun --no-python."""
+"""The C++ examples, started as by users: torchrun --no-python."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def run(processes: int, *command: str | Path, cwd: Path) -> str:
 
 
 def mnist(processes: int, cwd: Path, *arguments: str | Path) -> list[tuple[float, float]]:
-    """Loss and test accuracy in percent after every epoch, on so many processes."""
+    """Loss and test accuracy in percent after every epoch, on this number of processes."""
     output = run(processes, cpp_program("cpp", "examples", "mnist", "mnist"), *arguments, cwd=cwd)
     assert "parameters bitwise equal" in output
     lines = re.findall(r"^epoch \d+: loss ([\d.]+), test accuracy ([\d.]+) %$", output, re.M)
@@ -40,7 +40,7 @@ def mnist(processes: int, cwd: Path, *arguments: str | Path) -> list[tuple[float
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """Twelve epochs on two ranks; a shorter run begins alike."""
+    """Twelve epochs on two ranks. A shorter run begins with the same values."""
     return mnist(2, tmp_path_factory.mktemp("together"), "--epochs=12")
 
 
@@ -71,14 +71,14 @@ def test_mnist_mixed_precision_learns_on_other_bits(
     precision: str, together: list[tuple[float, float]], tmp_path: Path
 ) -> None:
     mixed = mnist(2, tmp_path, "--epochs=4", f"--precision={precision}")
-    assert mixed[0] != together[0]  # the flag does something
+    assert mixed[0] != together[0]  # the flag has an effect
     assert mixed[-1][1] >= 90
 
 
 def refused(
     code: int, *arguments: str | Path, program: str = "mnist", **popen: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A run that ends with this code and one sentence on stderr."""
+    """A run that ends with this exit code and one sentence on stderr."""
     command = [str(cpp_program("cpp", "examples", program, program)), *map(str, arguments)]
     env = {k: v for k, v in ENVIRONMENT.items() if k not in ("RANK", "WORLD_SIZE")}
     result = subprocess.run(
@@ -172,7 +172,7 @@ def test_mnist_half_a_launcher_ends_with_2_and_one_sentence() -> None:
 
 
 def limit_files() -> None:
-    """Files cannot grow beyond some bytes: as on a full disk, write() fails."""
+    """Limits file sizes. As on a full disk, write() fails."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
@@ -202,7 +202,7 @@ def test_mnist_data_file_is_what_the_script_writes(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_c_two_ranks_learn_the_digits_as_one_process_does(tmp_path: Path) -> None:
-    """Plain C through apex/c_api.h. Oracle: one process on the whole batches."""
+    """Plain C through apex/c_api.h. Reference: one process on the whole batches."""
     program = cpp_program("cpp", "examples", "c", "c_digits")
     data = program.parent / "digits.bin"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """cmake/FindLibtorch.cmake and the configure summary, with torch packages of every kind.
 
-Most of them are folders of empty files: configuring looks at names and versions, and compiles
-nothing of torch's.
+Most of these packages are folders of empty files, because configuring reads only names and
+versions, and compiles nothing of torch.
 """
 
 import json
@@ -38,7 +38,7 @@ endforeach()
 
 
 def find(tmp_path: Path, *options: str, **environment: str) -> dict[str, str]:
-    """What FindLibtorch says; "targets" are the names of the targets it made."""
+    """The results of FindLibtorch. "targets" lists the imported targets."""
     (tmp_path / "CMakeLists.txt").write_text(FINDER)
     build = str(tmp_path / "build")
     status, output = cmake("-S", str(tmp_path), "-B", build, *options, **environment)
@@ -49,7 +49,7 @@ def find(tmp_path: Path, *options: str, **environment: str) -> dict[str, str]:
 
 
 def configure(tmp_path: Path, *options: str, **environment: str) -> tuple[int, str]:
-    """Configures this project, without tests."""
+    """Configure this project, without tests."""
     off = [f"-DAPEX_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "UNITY_BUILD")]
     return cmake("-S", str(ROOT), "-B", str(tmp_path / "build"), *off, *options, **environment)
 
@@ -198,7 +198,7 @@ def test_configure_no_googletest_and_no_network_says_what_to_do(tmp_path: Path) 
 
 
 def test_configure_absolute_folders_of_an_installation_in_pkg_config(tmp_path: Path) -> None:
-    """Nix and Guix give absolute ones."""
+    """Nix and Guix pass absolute folders."""
     package = make_torch(tmp_path / "torch", "2.13.0+cpu")
     status, output = configure(
         tmp_path, f"-DLibtorch_ROOT={package}", "-DCMAKE_INSTALL_PREFIX=/opt/apex",
@@ -212,7 +212,7 @@ def test_configure_absolute_folders_of_an_installation_in_pkg_config(tmp_path: P
 
 
 def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_path: Path) -> None:
-    """Its files may be older than the objects, which are then compiled again all the same."""
+    """Its files may be older than the objects, which must be compiled again anyway."""
     commands = []
     for version in "2.12.1+cpu", "2.13.0+cpu":
         package = make_torch(tmp_path / "torch", version)
@@ -222,7 +222,7 @@ def test_configure_another_torch_in_the_same_folder_changes_every_command(tmp_pa
         )  # fmt: skip
         assert status == 0, output
         text = (tmp_path / "build" / "compile_commands.json").read_text()
-        # By the object, which CMake 3.22 names in the command alone.
+        # By the object, which with CMake 3.22 is only in the command.
         compiled = [each["command"] for each in json.loads(text)]
         commands.append({command.split(" -o ")[1].split()[0]: command for command in compiled})
     before, after = commands
@@ -252,7 +252,7 @@ def test_configure_cuda_torch_without_nvcc_builds_cpu_parts_and_says_so(tmp_path
 
 @pytest.fixture(scope="module")
 def nvcc_major(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The major version of the nvcc here; skips the test where there is none that works."""
+    """The major version of this machine's nvcc. Skips the test without a working one."""
     nvcc = require_nvcc(tmp_path_factory.mktemp("nvcc"))
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     return text.partition("release ")[2].partition(".")[0]
@@ -283,9 +283,9 @@ def test_configure_cuda_torch_with_nvcc_builds_cuda_parts(
 
 @pytest.fixture
 def known_nvcc(tmp_path: Path, with_cuda: Configured) -> list[str]:
-    """Options of configure(), which finds in its build folder what CMake has asked the compilers.
+    """Options of configure(), which reuse CMake's compiler checks in its build folder.
 
-    Otherwise it would ask nvcc for fifteen seconds, which is not what the tests below are about.
+    Otherwise it would check nvcc for fifteen seconds, which the tests below do not need.
     """
     (known,) = with_cuda.build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")
     shutil.copytree(known.parent, tmp_path / "build" / "CMakeFiles" / known.parent.name)
@@ -296,7 +296,7 @@ def known_nvcc(tmp_path: Path, with_cuda: Configured) -> list[str]:
 
 @pytest.fixture
 def cuda_torch(tmp_path: Path, nvcc_major: str) -> Path:
-    """A torch for the CUDA of the nvcc here, with the headers of CUDA's libraries beside it."""
+    """A torch for the CUDA version of this nvcc, with the headers of CUDA's libraries."""
     major = nvcc_major
     for name in ("cublas_v2.h", "cusolverDn.h", "cusparse.h"):
         header = tmp_path / "nvidia" / f"cu{major}" / "include" / name
@@ -306,7 +306,7 @@ def cuda_torch(tmp_path: Path, nvcc_major: str) -> Path:
 
 
 def make_nccl(prefix: Path, version: str) -> Path:
-    """An NCCL that is a header and an empty library."""
+    """An NCCL that consists of a header and an empty library."""
     numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
     text = "".join(f"#define NCCL_{name} {number}\n" for name, number in numbers)
     for name, content in {"include/nccl.h": text, "lib/libnccl.so": ""}.items():
@@ -316,7 +316,7 @@ def make_nccl(prefix: Path, version: str) -> Path:
 
 
 def nccl_found(tmp_path: Path, output: str) -> tuple[str, str]:
-    """What the summary says of NCCL, and the library that was found."""
+    """The summary's text about NCCL, and the library that was found."""
     line = next(line for line in output.splitlines() if "NCCL backend" in line)
     cache = (tmp_path / "build" / "CMakeCache.txt").read_text().splitlines()
     library = next(line for line in cache if line.startswith("NCCL_LIBRARY:"))
@@ -333,7 +333,7 @@ def test_configure_nccl_beside_torch_found_and_reported(
     assert nccl_found(tmp_path, output) == (
         f"ON   (NCCL 2.28.9, {nccl}/include)", f"{nccl}/lib/libnccl.so"
     )  # fmt: skip
-    # What goes into a wheel names no folder of the build.
+    # The information in a wheel must not name a folder of the build.
     info = (tmp_path / "build" / "python" / "src" / "_build_info.py").read_text()
     assert "NCCL 2.28.9" in info and str(tmp_path) not in info
 
@@ -391,7 +391,7 @@ def test_configure_nvcc_of_another_major_version_off_with_both_versions(
     assert f"but this libtorch was built for CUDA {other}.4)" in output
 
 
-# --- tests of tests: what another compiler can do is asked, see cpp/tests/package/consume.cmake ---
+# --- tests of tests: how consume.cmake determines another compiler's features ---
 
 
 def test_nvcc_that_cannot_compile_is_skipped_with_what_it_says(

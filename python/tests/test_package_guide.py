@@ -68,7 +68,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
-    """What several commands that wait for each other print, all together."""
+    """The combined output of several commands that wait for each other."""
     started = [
         subprocess.Popen(
             command,
@@ -114,7 +114,7 @@ def test_guide_environment_by_hand_two_ranks_print_the_losses_of_one_process(
 def test_guide_two_nodes_two_ranks_each_print_the_losses_of_one_process(
     programs: dict[str, Path], expected: list[float]
 ) -> None:
-    # Each node is an agent of torchrun with a host name of its own.
+    # Each node is an agent of torchrun with its own host name.
     node = [
         sys.executable, "-m", "torch.distributed.run", "--no-python", "--nnodes=2",
         "--nproc_per_node=2", "--rdzv-backend=c10d",

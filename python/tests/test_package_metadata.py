@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cmake/wheel_metadata.py and scripts/release.sh: which torch a package says it belongs to."""
+"""cmake/wheel_metadata.py and scripts/release.sh: the torch that a package declares."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fields(metadata: ModuleType, state: str) -> dict[str, object]:
     [
         ("2.13.0+cpu", None, "torch2.13.cpu", "torch==2.13.*"),
         ("2.15.1+cu132", "13.2", "torch2.15.cu132", "torch==2.15.*"),
-        ("2.14.0", "13.0", "torch2.14.cu130", "torch==2.14.*"),  # as PyPI has it, without a label
+        ("2.14.0", "13.0", "torch2.14.cu130", "torch==2.14.*"),  # as on PyPI, without a label
         ("2.16.0+gitabc", None, "torch2.16.cpu", "torch==2.16.*"),
     ],
 )
@@ -67,7 +67,7 @@ def test_source_distribution_fits_every_torch(metadata: ModuleType) -> None:
         "version": apex.__version__,
         "dependencies": ["torch>=2.11"],
     }
-    # Said in its metadata, or installers would take the requirements of a wheel for a mistake.
+    # Declared in the metadata, or installers would treat the wheel's requirements as a mistake.
     assert metadata.Provider().dynamic_wheel({}) == {"dependencies": True}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The stubs of apex._core: there, complete, and fit for a type checker."""
+"""The stubs of apex._core exist, are complete, and pass a type checker."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ STUB = Path(_core.__file__).parent / "_core.pyi"
 def members(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
     kinds = (ast.ClassDef, ast.FunctionDef)
     found: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    if isinstance(tree, ast.ClassDef):  # constants, and those of an enumeration
+    if isinstance(tree, ast.ClassDef):  # constants, and members of an enumeration
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AnnAssign) else targets

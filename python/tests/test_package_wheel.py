@@ -32,7 +32,7 @@ def test_wheel_holds_the_library_once_and_the_headers(prefix: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel() -> importlib.metadata.Distribution:
-    """What was installed from a wheel; skips where apex is imported from a copy of its files."""
+    """The files of the installed wheel. Skips if apex is imported from a copy of its files."""
     try:
         return importlib.metadata.distribution("apex-parallel")
     except importlib.metadata.PackageNotFoundError:
@@ -67,11 +67,12 @@ def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution)
     required = {
         requirement.name
         for requirement in map(Requirement, wheel.requires or ())
-        if requirement.marker is None  # not those of extras
+        if requirement.marker is None  # not the requirements of extras
     }
     imported = set()
     parallel = ROOT / "python" / "apex" / "parallel"
-    optional = {parallel / "integrations", parallel / "_plots.py"}  # they say what to install
+    # their errors name the package to install
+    optional = {parallel / "integrations", parallel / "_plots.py"}
     for path in (ROOT / "python" / "apex").rglob("*.py"):
         if path in optional or path.parent in optional:
             continue
@@ -176,7 +177,7 @@ def test_wheel_with_cuda_parts_starts_without_the_toolkit(prefix: Path, tmp_path
 
 
 def test_wheel_moved_away_from_torch_serves_a_program_in_c(prefix: Path, tmp_path: Path) -> None:
-    """The program uses nothing of libtorch itself, and the library knows only a torch beside it."""
+    """The program does not use libtorch itself. The library only looks for torch next to it."""
     for part in ("include", "lib"):
         shutil.copytree(prefix / part, tmp_path / "moved" / part)
     status, output = cmake(
@@ -210,7 +211,7 @@ def test_wheel_with_another_libtorch_refused_with_both_versions(
 def find_apex(
     tmp_path: Path, prefix: Path, call: str, least: str = "3.22", **environment: str
 ) -> tuple[int, str]:
-    """Exit code and output of a project that asks for that CMake and makes that call."""
+    """Exit code and output of a project with that CMake version and that call."""
     (tmp_path / "CMakeLists.txt").write_text(
         f"cmake_minimum_required(VERSION {least})\nproject(calls CXX)\n{call}\n"
     )
@@ -251,7 +252,7 @@ def test_wheel_in_a_project_for_an_old_cmake_found_without_a_warning(
 
 
 def test_wheel_empty_root_in_the_environment_is_none(prefix: Path, tmp_path: Path) -> None:
-    """The torch beside apex is found, also where no Python knows of it."""
+    """The torch next to apex is found, even if no Python knows it."""
     if (prefix.parent / "torch").resolve() != Path(torch.__file__).parent.resolve():
         pytest.skip("torch is not beside this apex")
     call = "set(Python_EXECUTABLE /bin/false)\nfind_package(apex CONFIG REQUIRED)"
@@ -262,7 +263,7 @@ def test_wheel_empty_root_in_the_environment_is_none(prefix: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.processes
 def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_path: Path) -> None:
-    """README has the program; its project file is the one of the quickstart."""
+    """README contains the program. Its project file is the quickstart's."""
     readme, quickstart = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
     (program,) = re.findall(r"^```cpp\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     (project,) = re.findall(r"^```cmake\n(.*?)^```$", quickstart, re.DOTALL | re.MULTILINE)

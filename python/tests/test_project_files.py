@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users and services read: extras, commands, the long description, workflows, Dockerfile."""
+"""Files that users and services read: extras, commands, long description, workflows, Dockerfile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 def extras(text: str) -> list[str]:
-    """The extras that a text tells its reader to install."""
+    """The extras that a text recommends to install."""
     return [
         extra
         for group in re.findall(r"(?:apex-parallel|\.)\[([\w,-]+)\]\"?", text)
@@ -112,7 +112,7 @@ def test_long_description_without_a_source_is_the_readme(readme: ModuleType) -> 
 # --- workflows, Dockerfile, templates ---
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-#: Passed on to pytest by scripts/test.sh.
+#: Arguments that scripts/test.sh passes to pytest.
 OF_PYTEST = {"--collect-only", "-q"}
 
 
@@ -172,7 +172,7 @@ def test_check_that_branches_require_needs_every_job() -> None:
 
 @pytest.fixture
 def tested() -> set[tuple[str, str]]:
-    """Version of torch and minor version of Python of each row of docs/compatibility.md."""
+    """The versions of torch and Python (minor) in each row of docs/compatibility.md."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
     rows = re.findall(r"^\| (\d[\d.]+)(?:\+\w+)? *\|[^|]*\| (\d+\.\d+)", page, re.M)
     assert rows
@@ -211,7 +211,7 @@ def test_released_torch_is_given_the_cuda_that_it_was_built_for() -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Where a command stands, and the command, on one line."""
+    """The location and text of each command, on one line."""
     found = [
         (f"{path.name}: {job}", " ".join(step["run"].split()))
         for path in WORKFLOWS

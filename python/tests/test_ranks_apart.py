@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that are all there, but do different things: no abort, no hang, no silence.
+"""Ranks that are all alive but do different things: no abort, no hang, no silent error.
 
-The oracle: in each case every rank either raises within the pool's limit, with an error that says
-what the ranks did, or all of them end the step with equal gradients; and no process ends.
+The reference: in each case, either every rank raises within the pool's limit, with an error that
+names the difference, or all of them end the step with equal gradients. No process ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def has_other_channels(group: Any, odd: bool) -> None:
 
 
 def has_many_more_channels(group: Any, odd: bool) -> None:
-    """More than there is room for: a header goes first."""
+    """More channels than fit into one message, so a header is sent first."""
     layer = SyncBatchNorm(200_000 if odd else 150_000, process_group=group)
     layer(torch.randn(2, layer.num_features)).sum().backward()
 
@@ -107,7 +107,7 @@ def is_in_evaluation(group: Any, odd: bool) -> None:
     _step(model)
     model.train(not odd)
     _step(model)
-    raise Injected("this rank is through")  # and its group ends
+    raise Injected("this rank is through")  # its group ends too
 
 
 def does_not_join(group: Any, odd: bool) -> None:
@@ -140,7 +140,7 @@ def learns_anew_alone(group: Any, odd: bool) -> None:
 
 
 def goes_past_the_wrapper(group: Any, odd: bool) -> None:
-    """Which is no difference: it is the backward that is synchronized."""
+    """This is no difference, because the backward is what is synchronized."""
     ddp = DistributedDataParallel(_net(), process_group=group)
     _step(ddp)
     ddp.zero_grad()
@@ -260,7 +260,8 @@ def test_what_all_ranks_refuse_stops_nobody(ranks: RankPool) -> None:
 
 
 def _refuses_and_goes_on(rank: int, world: int, channel: str, waits: bool) -> str:
-    """Rank 1's arguments are refused, which it catches. Otherwise it would be one batch ahead."""
+    """Rank 1's arguments are refused, and it catches the error. Otherwise it would be a batch
+    ahead."""
     with host_channel(channel):
         group = dist.new_group(timeout=TIMEOUT)
         layer = SyncBatchNorm(6, process_group=group)
@@ -275,7 +276,7 @@ def _refuses_and_goes_on(rank: int, world: int, channel: str, waits: bool) -> st
             with pytest.raises(RuntimeError) as raised:
                 layer(torch.randn(4, 6))
             message = str(raised.value)
-        if not waits:  # nothing was exchanged, and all have raised once
+        if not waits:  # nothing was exchanged, and all ranks have raised once
             again = SyncBatchNorm(6, momentum=1.0, process_group=group)
             again(torch.full((4, 6), float(rank)))
             check(again.running_mean.eq((world - 1) / 2).all(), "the group still works")
@@ -301,8 +302,8 @@ def test_a_rank_whose_arguments_are_refused_is_told_of(
 
 
 def _wraps_on_two_threads(rank: int, world: int, channel: str, port: int) -> None:
-    """The hazard: a thread that connects waits in the store, with its connection, for what the
-    other thread of its peer is about to write."""
+    """Hazard: a connecting thread waits in the store, and holds the connection to it, for a key
+    that the other thread of its peer is about to write."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -356,7 +357,7 @@ def test_a_new_group_knows_nothing_of_what_failed_in_another(ranks: RankPool) ->
 
 
 class _Late(Exception):
-    """What the handler of a script raises."""
+    """The exception of a script's signal handler."""
 
 
 _absent: list[Any] = []
@@ -366,7 +367,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
     group = dist.new_group(timeout=2 * TIMEOUT)
     layer = SyncBatchNorm(3, process_group=group)
     if wait == "issue":
-        # More collectives in flight than ranks of one host hold for each other.
+        # More collectives in flight than ranks of one host can buffer.
         model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(200)])
         ddp = DistributedDataParallel(model, process_group=group, message_size=1)
     else:
@@ -374,7 +375,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
     ddp(torch.randn(4, 3)).sum().backward()
     layer(torch.randn(4, 3))
     if rank == 1:
-        _absent[:] = [ddp, layer]  # alive, and elsewhere: one that lets go is an error at once
+        _absent[:] = [ddp, layer]  # alive and elsewhere; a destroyed one is an immediate error
         return ""
     calls = []
 
@@ -382,7 +383,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
         calls.append(number)
         raise error
 
-    # A process that was started in the background ignores Ctrl-C.
+    # A process started in the background ignores Ctrl-C.
     before = signal.signal(number, signal.default_int_handler if wait == "default" else handler)
     output = ddp(torch.randn(4, 3)).sum()
     timer = threading.Timer(0.6, lambda: os.kill(os.getpid(), number))
@@ -444,7 +445,7 @@ def _forks(rank: int, world: int) -> None:
     if child is not None:
         os.waitpid(child, 0)
     for n in range(4):
-        time.sleep(0.4 if n == rank else 0.0)  # whoever waits looks whether another has failed
+        time.sleep(0.4 if n == rank else 0.0)  # waiting ranks check whether another one has failed
         step()
 
 
@@ -453,7 +454,8 @@ def test_what_a_forked_process_is_refused_is_no_failure_of_its_parent(ranks: Ran
 
 
 def test_a_group_closed_inside_scale_loss_is_refused() -> None:
-    """Instead of deciding alone whether to step, while the others wait for this rank's flag."""
+    """Otherwise it would decide alone whether to step, while the others wait for this rank's
+    flag."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from apex import amp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""replica_check_every and on_divergence: ranks that do not hold the same state are found.
+"""replica_check_every and on_divergence detect ranks that do not hold the same state.
 
 More flipped bits and clean steps:
 ``python python/tests/test_replica_check.py --flips 300 --clean 20000``.
@@ -36,7 +36,7 @@ class Net(nn.Module):
     def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.first = nn.Linear(6, width)
-        self.plain = nn.BatchNorm1d(width)  # its buffers are each rank's own
+        self.plain = nn.BatchNorm1d(width)  # its buffers may differ by rank
         self.synchronized = SyncBatchNorm(width)
         self.register_buffer("table", torch.arange(33, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -69,11 +69,11 @@ def messages() -> Any:
 
 
 def flip(tensor: torch.Tensor, pick: random.Random, high: bool) -> None:
-    """One bit of one element, behind the back of autograd."""
-    data = tensor.data  # whose writes do not count for the tensor
+    """Flip one bit of one element, invisible to autograd."""
+    data = tensor.data  # writes to it do not change the tensor's version
     memory = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
     at = pick.randrange(memory.numel())
-    if high:  # what the next average does not round off
+    if high:  # a bit that the next average does not round off
         at = at // 4 * 4 + 3
     memory[at] = int(memory[at]) ^ (1 << pick.randrange(6 if high else 8))
 
@@ -117,12 +117,12 @@ def _flip(rank: int, world: int, seed: int) -> None:
         broadcast_buffers=False,
     )
     step = 0
-    for step in range(2 * EVERY + 3):  # the first round shows which buffers differ
+    for step in range(2 * EVERY + 3):  # the first round determines which buffers differ
         train(ddp, optimizer, rank, step, amp_level)
     kinds = ["weight", "buffer", *(["master"] if amp_level else [])]
     kind = pick.choice(kinds)
     if kind == "weight":
-        # Of one with a master weight the next step would remove it.
+        # If the parameter has a master weight, the next step would undo the flip.
         named = {n: p for n, p in net.named_parameters() if p.dtype == torch.float32}
         expected = pick.choice(sorted(named))
         tensor, expected = named[expected], f"parameter '{expected}'"
@@ -150,7 +150,7 @@ def _flip(rank: int, world: int, seed: int) -> None:
     if world == 2:
         who = "(rank 1 differs from rank 0, and no state is that of most ranks): "
     check(who in found, f"{who!r} in: {found}")
-    # A weight's flipped bit may have changed its master, or its buffer, or the other way round.
+    # A weight's flipped bit may have changed its master or its buffer, or the reverse.
     if kind != "master" and not amp_level:
         check(f": {expected} differs" in found, f"{expected} in: {found}")
 
@@ -171,7 +171,7 @@ def _clean(rank: int, world: int, steps: int) -> None:
     with messages() as texts:
         for options in (
             {"replica_check_every": EVERY},
-            {},  # as it is by default
+            {},  # the default
             {"replica_check_every": 1, "broadcast_buffers": True},
             {"replica_check_every": 3, "gradient_average": "weighted"},
         ):
@@ -204,7 +204,7 @@ def _actions(rank: int, world: int) -> None:
     optimizer_of = lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.01)  # noqa: E731
     text = "rank 2 holds another state than the other ranks: parameter 'first.weight' differs"
 
-    # "warn", by default: after 1, 2, 4, ... differences, by rank 0 and in its logger.
+    # "warn", the default: after 1, 2, 4, ... differences, by rank 0 and in its logger.
     ddp = DistributedDataParallel(Net(), replica_check_every=1)
     optimizer = optimizer_of(ddp)
     with messages() as texts:
@@ -219,7 +219,7 @@ def _actions(rank: int, world: int) -> None:
     else:
         check_equal(texts, [], "messages of another rank")
 
-    # "raise": on every rank, in the same step; and again until it is mended.
+    # "raise": on every rank, in the same step, and again until it is fixed.
     ddp = DistributedDataParallel(Net(), replica_check_every=1, on_divergence="raise")
     optimizer = optimizer_of(ddp)
     for step in range(3):
@@ -232,14 +232,14 @@ def _actions(rank: int, world: int) -> None:
     ddp.load_state_dict(kept)
     train(ddp, optimizer, rank, 5, False)
 
-    # "resync": the step is skipped, and all have what most ranks had.
+    # "resync": the step is skipped, and all ranks get the state of the majority.
     ddp = DistributedDataParallel(Net(), replica_check_every=1, on_divergence="resync")
     optimizer = optimizer_of(ddp)
     with messages() as texts:
         for step in range(3):
             train(ddp, optimizer, rank, step, False)
         expected = [p.detach().clone() for p in ddp.parameters()]
-        _other_weights(ddp, rank, 0)  # not rank 0's state, which init_sync would take
+        _other_weights(ddp, rank, 0)  # not rank 0's state, which init_sync would broadcast
         train(ddp, optimizer, rank, 3, False)
         check(ddp.step_skipped, "the step was not skipped")
         for p, before in zip(ddp.parameters(), expected, strict=True):
@@ -255,7 +255,7 @@ def test_replica_check_warns_raises_and_takes_over(ranks: RankPool) -> None:
 
 
 def _resync_in_vain(rank: int, world: int) -> None:
-    """Hazard: momentum of one rank that differs, so that all steps are skipped for ever."""
+    """Hazard: one rank's momentum differs, so that all steps would be skipped indefinitely."""
     ddp = DistributedDataParallel(Net(), replica_check_every=1, on_divergence="resync")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     for step in range(4):
@@ -297,7 +297,7 @@ def test_replica_check_takes_over_master_weights(ranks: RankPool) -> None:
 
 
 def _misuse(rank: int, world: int) -> None:
-    """What people do wrong without a word from anybody."""
+    """Common mistakes that raise no error."""
     for case in ("local step", "other checkpoint", "local optimizer"):
         ddp = DistributedDataParallel(Net(), replica_check_every=2, on_divergence="raise")
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -389,7 +389,8 @@ def _options(rank: int, world: int) -> None:
         DistributedDataParallel(Net(), on_divergence="ignore")
     with raises(RuntimeError, "replica_check_every"):
         DistributedDataParallel(Net(), replica_check_every=1 + rank)
-    # Nothing is compared: never, on purpose other, or not asked for where ranks may differ.
+    # Nothing is compared: disabled, deliberately different, or not requested where ranks may
+    # differ.
     quiet: list[dict[str, Any]] = [
         {"replica_check_every": 0},
         {"init_sync": False},
@@ -420,7 +421,7 @@ def test_replica_check_options(ranks: RankPool) -> None:
 
 
 def _buffers_differ(rank: int, world: int) -> None:
-    """Ranks with other lists of buffers, of which parameters alone are compared."""
+    """Ranks have different lists of buffers, so only parameters are compared."""
     net = Net()
     if rank == 1:
         net.register_buffer("own", torch.zeros(5))
@@ -439,7 +440,7 @@ def test_replica_check_with_other_buffers_on_some_ranks(ranks: RankPool) -> None
 
 
 class Own(Net):
-    """Everything that a healthy program may have of its own on each rank."""
+    """Rank-specific state that a correct program may have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,23 +462,23 @@ class Own(Net):
             self.running = self.running * 0.9 + self.rank
             self.hidden.data = torch.full((3,), float(self.rank))
             self.table.data.add_(self.rank)
-            # A kernel that writes them, which counts as no change.
+            # A kernel that writes the buffers without a version change.
             x = nn.functional.batch_norm(x, self.mean, self.var, training=True)
         return super().forward(x)
 
 
 def _own_state(rank: int, world: int) -> None:
-    """Hazard: a warning about a program in which nothing is wrong."""
+    """Hazard: a warning about a correct program."""
     torch.manual_seed(rank)
     with messages() as texts:
-        net = Own().eval()  # plain batch norm is equal, until it trains
+        net = Own().eval()  # plain batch norm is equal until it trains
         ddp = DistributedDataParallel(net, replica_check_every=EVERY)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for step in range(30):
             if step == 12:
                 net.train()
             train(ddp, optimizer, rank, step, False)
-        # SAM: away by this rank's gradient, and back after the backward that synchronizes.
+        # SAM: moves by this rank's gradient, and back after the synchronizing backward.
         ddp = DistributedDataParallel(Net())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         for step in range(104):

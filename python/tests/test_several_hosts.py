@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks on several hosts: gradients are summed inside each host, and then between the hosts.
+"""Ranks on several hosts: gradients are summed within each host, and then between the hosts.
 
-Oracles: check_step()'s averages in float64, the same bits on all ranks. The sums themselves, and a
-rank that ends at each step of the protocol: cpp/tests/unit/host_hierarchy_test.cpp.
+References: check_step()'s averages in float64, the same bits on all ranks. The sums themselves, and
+a rank that ends at each step of the protocol, are tested in cpp/tests/unit/host_hierarchy_test.cpp.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_buckets_are_summed_by_host(hosts: list[int]) -> None:
 
 
 def _said(construct: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    """What is written to this process's standard error meanwhile; C++ writes there."""
+    """Captures this process's standard error, to which C++ writes."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -106,7 +106,7 @@ def _said(construct: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def _keeps_the_group(rank: int, world: int, who: int, warned: bool) -> None:
-    """Where rank `who` is given no shared memory."""
+    """Rank `who` gets no shared memory, so buckets use the process group."""
     group = _group()
     if rank == who:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
@@ -172,7 +172,7 @@ def test_rank_that_is_stopped_only_delays() -> None:
 
 
 def _fails_in_backward(rank: int, world: int) -> None:
-    """An exception on one rank raises on all, and the next step is right."""
+    """An exception on one rank raises on all ranks, and the next step is correct."""
     ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
     for step in range(2):
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
@@ -197,7 +197,7 @@ def test_rank_that_fails_is_heard_and_all_go_on() -> None:
 
 
 def _hook_fails(rank: int, world: int) -> None:
-    """The ranks that wait are on the host of the one that fails, and on another."""
+    """The waiting ranks are on the host of the failing rank, and on another host."""
     group = _group()
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
@@ -222,7 +222,8 @@ def test_hook_that_fails_on_one_rank_is_named_on_all_hosts() -> None:
 
 
 def _waits_elsewhere(rank: int, world: int) -> None:
-    """One rank needs the others' updates while they wait for it: as where it saves a checkpoint."""
+    """One rank needs the others' updates while they wait for it, for example to save a
+    checkpoint."""
     torch.manual_seed(3)
     size = 100
     model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
@@ -245,7 +246,7 @@ def test_rank_that_does_something_else_holds_nobody_up() -> None:
 
 
 def _with_batch_norm(rank: int, world: int) -> None:
-    """SyncBatchNorm's exchanges, which take the process group, between buckets."""
+    """SyncBatchNorm's exchanges, which use the process group, between buckets."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 2))
     ddp = DistributedDataParallel(model, process_group=_group(), message_size=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ShardedOptimizer against the plain optimizer.
+"""ShardedOptimizer compared with the plain optimizer.
 
 More cases: ``python python/tests/test_sharded_optimizer.py --cases 1000``.
 """
@@ -79,7 +79,7 @@ def _arguments(rank: int, world: int) -> None:
         _sharded(_model(5 + rank))
     with raises(RuntimeError, "constructed with lr=0.1, rank 1 with lr=0.2"):
         _sharded(model, lr=0.1 + 0.1 * rank)
-    # The matrix is rank 0's, the vector rank 1's.
+    # Rank 0 steps the matrix, rank 1 the vector.
     mixed = [nn.Parameter(torch.ones(9, 9)), nn.Parameter(torch.ones(9))]
     error, text = (ValueError, "2D") if rank == 1 else (RuntimeError, "refused: ValueError")
     with raises(error, text):
@@ -137,7 +137,7 @@ def _checkpoints(rank: int, world: int) -> None:
     optimizer.step()
     with raises(RuntimeError, "after the last step"):
         optimizer.state_dict()
-    # Half of the elements, and of the state.
+    # Half of the elements, and half of the state.
     held = [t for one in optimizer.state.values() for t in one.values() if t.ndim > 0]
     elements = sum(p.numel() for p in model.parameters())
     check(sum(t.numel() for t in held) < 2 * elements / world * 1.02, "state of more than a share")
@@ -170,7 +170,7 @@ def _amp(rank: int, world: int, level: str) -> None:
     results = []
     for sharded in (True, False):
         model = _model()
-        kind, eps = torch.optim.AdamW, 1e-3  # in float16 torch's default is zero
+        kind, eps = torch.optim.AdamW, 1e-3  # torch's default is zero in float16
         optimizer: Any = (
             _sharded(model, eps=eps) if sharded else kind(model.parameters(), lr=0.1, eps=eps)
         )
@@ -191,7 +191,7 @@ def _amp(rank: int, world: int, level: str) -> None:
 
 
 class Counts(torch.optim.SGD):
-    """Counts in a group, where it steps something of it."""
+    """Counts its steps in each group of which it steps something."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -220,7 +220,7 @@ def test_sharded_optimizer_saves_what_other_ranks_have_counted(ranks: RankPool) 
 
 
 def _mixed(rank: int, world: int) -> None:
-    """Which kernels FusedAdam takes depends on all parameters, not on those of a rank."""
+    """The kernels of FusedAdam depend on all parameters, not on a rank's own."""
     nets = []
     for sharded in (True, False):
         torch.manual_seed(1)
@@ -312,7 +312,8 @@ def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(
     ranks: RankPool, how: str
 ) -> None:
     ranks.run(3, _raises, how)
-    ranks.run(1, _nothing)  # with other ranks the pool makes a new group: that one is of no use
+    # another number of ranks makes the pool create a new group, as this one is unusable
+    ranks.run(1, _nothing)
 
 
 def _dies(rank: int, folder: str, moment: float) -> None:
@@ -340,7 +341,7 @@ def _dies(rank: int, folder: str, moment: float) -> None:
 def test_sharded_optimizer_survives_a_killed_rank_before_the_step(
     tmp_path: pathlib.Path, moment: float
 ) -> None:
-    """Oracle: what the survivor held before the step that raises."""
+    """Reference: the survivor's values before the step that raises."""
     context = mp.get_context("spawn")
     started = [context.Process(target=_dies, args=(r, str(tmp_path), moment)) for r in range(2)]
     for process in started:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who holds everybody up: the verdict that one of the ranks that wait prints.
+"""Stall reports: one of the waiting ranks prints which rank holds up the others.
 
-The oracle is the program itself, which decides who is late, and where.
+The reference is the program itself, which decides which rank is late, and where.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import apex.parallel
 
 HERE = Path(__file__).resolve().parent
 
-#: By scenario, what the verdict has to say of the rank that is late.
+#: By scenario, the text that the report must contain about the late rank.
 SAYS = {
     "data": ["is in no collective", "in load_data", "something of its own"],
     "store": ["is in no collective", "in load_data", "something of its own"],
@@ -32,7 +32,7 @@ SAYS = {
     "twice": ["in wait", "waits for the gradient of '0."],
     "stopped": ["is stopped (process ", "kill -CONT"],
 }
-#: Verdicts, where there is more than one.
+#: The number of reports, if not one.
 TIMES = {"twice": 2}
 OVER_SOCKETS = ["data", "backward", "construction"]
 
@@ -41,7 +41,7 @@ Verdicts = dict[str, list[tuple[int, str]]]
 
 
 def run_job(store: Path, host_channel: str, only: list[str]) -> Verdicts:
-    """By scenario: the ranks that have printed a verdict, and which."""
+    """By scenario, the reports, and the ranks that have printed them."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -72,7 +72,7 @@ def run_job(store: Path, host_channel: str, only: list[str]) -> Verdicts:
                 found[entry["name"]].append((rank, entry["verdict"]))
                 assert [rank, entry["verdict"]] in entry["logged"], entry
             assert all(of == rank for of, _ in entry["logged"]), entry
-    # A rank that has printed two in one scenario knows the last one.
+    # A rank that has printed two reports in one scenario keeps the last one.
     assert set(printed) >= {text for all_of in found.values() for _, text in all_of}
     assert len(printed) == sum(TIMES.get(name, 1) for name in found), printed
     return found
@@ -91,7 +91,7 @@ def over_sockets(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
 def check_verdict(verdicts: Verdicts, name: str) -> None:
     culprit = {"store": 0, "forward": 2, "construction": 2, "one_after_the_other": 2}.get(name, 1)
     assert 1 <= len(verdicts[name]) <= TIMES.get(name, 1), verdicts[name]
-    # Of two, the one that says more: which of them a rank has printed is up to the ranks.
+    # Of two reports, take the one with more parts. The ranks that print them may vary.
     rank, text = max(verdicts[name], key=lambda one: sum(part in one[1] for part in SAYS[name]))
     assert rank != culprit
     assert f"who:   rank {culprit} holds it up" in text

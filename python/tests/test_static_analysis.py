@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The static analysis of scripts/analyze.sh finds nothing, and does find what is wrong.
+"""The static analysis of scripts/analyze.sh finds nothing here, and detects injected errors.
 
-clang-tidy is not run here: it takes 20 seconds for each C++ file.
+clang-tidy is excluded, because it takes 20 seconds for each C++ file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ruff", "ruff-format", "clang-format", "shellcheck", "codespell", "mypy")
-#: What apex-parallel puts into site-packages.
+#: The names that apex-parallel installs into site-packages.
 OURS = re.compile(r"_?(apex|amp_C|apex_C)([_.-].*)?")
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 
@@ -28,7 +28,7 @@ def why_not() -> str:
     for tool in ("bash", "git"):
         if shutil.which(tool) is None:
             return f"there is no {tool} here"
-    # Newer versions refuse the checkout of another user; in an unpacked archive there is none.
+    # Newer versions refuse another user's checkout. An unpacked archive has none.
     asked = subprocess.run(LISTED, cwd=ROOT, capture_output=True, text=True)
     return "".join(asked.stderr.splitlines()[:1])
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 def analyze(
     root: Path, *arguments: str, venv: Path = Path(sys.executable).parents[1]
 ) -> subprocess.CompletedProcess[str]:
-    # The tools beside this Python are found first, under whatever name the environment goes.
+    # Tools next to this Python are found first, for any name of the environment.
     environment = {**os.environ, "APEX_VENV": str(venv)}
     return subprocess.run(
         ["bash", str(root / "scripts" / "analyze.sh"), *arguments],
@@ -87,7 +87,7 @@ def without_apex(tmp_path: Path) -> Path:
 
 
 def test_documentation_builds_where_the_package_is_not_installed(without_apex: Path) -> None:
-    """As CONTRIBUTING, docs.yml and Read the Docs build it; a warning is an error."""
+    """As CONTRIBUTING, docs.yml and Read the Docs build it. A warning is an error."""
     python = str(without_apex / "bin" / "python3")
     look = [python, "-c", "import importlib.util as u; print(u.find_spec('apex'))"]
     assert subprocess.run(look, cwd="/", capture_output=True, text=True).stdout == "None\n"
@@ -104,7 +104,7 @@ def test_documentation_builds_where_the_package_is_not_installed(without_apex: P
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A repository with these scripts and their configuration, and next to nothing else."""
+    """A repository with these scripts, their configuration, and almost no other files."""
     for name in ("pyproject.toml", ".clang-format", ".shellcheckrc", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -150,7 +150,7 @@ def test_analyze_wrong_file_fails_and_names_it(
     ],
 )
 def test_analyze_outside_git_finds_the_same(small: Path, tool: str, file: str, text: str) -> None:
-    """In an unpacked archive no file would be looked at, if git alone listed them."""
+    """In an unpacked archive, no files would be checked if only git listed them."""
     shutil.rmtree(small / ".git")
     test_analyze_wrong_file_fails_and_names_it(small, tool, file, text)
 
@@ -177,7 +177,7 @@ def test_analyze_tool_that_is_nowhere_is_no_failure(small: Path, tmp_path: Path)
 def test_analyze_tool_of_another_version_is_no_failure(
     small: Path, tool: str, tmp_path: Path
 ) -> None:
-    """Debian's clang-format 14, for one, lays out otherwise: it would find every file wrong."""
+    """For example, Debian's clang-format 14 formats differently and would reject every file."""
     other = tmp_path / "bin" / tool
     other.parent.mkdir()
     other.write_text("#!/bin/sh\necho 'version 0.1.2 of Debian'\n[ \"$1\" = --version ]\n")

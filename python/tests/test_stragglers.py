@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""straggler_report(): which rank holds up the others, by a delay that the test puts somewhere.
+"""straggler_report(): the rank that holds up the others, with an injected delay.
 
 The oracles: the rank, the place and the time that were put there; and the same report on every
 rank."""
@@ -21,7 +21,7 @@ from apex.parallel import DistributedDataParallel, OverlappedOptimizer, SyncBatc
 
 pytestmark = pytest.mark.processes
 
-#: Longer than a loaded machine holds up a rank, but for a few steps.
+#: Longer than a loaded machine delays a rank in most steps.
 DELAY_S = 0.1
 STEPS = 21
 
@@ -58,7 +58,7 @@ def _report(rank: int, world: int, channel: str, slow: int | None, where: str) -
         ("loss", 4, 1, "1"),
         ("gradient", 2, 1, "1"),
         ("gradient", 4, 2, "1"),
-        ("gradient", 2, 0, "0"),  # over sockets, where reports travel behind the last bucket
+        ("gradient", 2, 0, "0"),  # over sockets, where reports are sent with the last bucket
     ],
 )
 def test_the_rank_that_is_slow_is_named_with_the_place(
@@ -86,7 +86,7 @@ def test_the_rank_that_is_slow_is_named_with_the_place(
 
 
 def test_nobody_is_named_where_nobody_is_slow(ranks: RankPool) -> None:
-    """What a loaded machine does to ranks, it does to all of them."""
+    """A loaded machine delays all ranks alike."""
     for (steps, rows, _, _), text in ranks.run(2, _report, "1", None, ""):
         assert steps == STEPS - 1
         assert len(rows) == 2
@@ -103,7 +103,7 @@ class _Normalized(nn.Module):
 
 
 def _waits_in_forward(rank: int, world: int) -> Any:
-    """A batch norm waits for the slow rank as well: that is not the others' own time."""
+    """A batch norm waits for the slow rank too. This is not the others' own time."""
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(_Normalized())
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def test_what_others_wait_for_in_a_batch_norm_is_not_their_own_time(ranks: RankP
 
 
 def _overlapped(rank: int, world: int) -> Any:
-    """backward() returns before its buckets have come, and the rest of the step follows."""
+    """backward() returns before its buckets have arrived, and the rest of the step follows."""
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(build(), message_size=20)
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
@@ -143,7 +143,7 @@ def test_overlapped_optimizer_the_time_after_backward_counts(ranks: RankPool) ->
 
 
 def _in_threads(rank: int, world: int) -> Any:
-    """Every step, and so every wait, in another thread."""
+    """Every step, and so every wait, runs in another thread."""
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(_Normalized())
 
@@ -166,7 +166,7 @@ def test_steps_in_different_threads_are_counted_alike(ranks: RankPool) -> None:
 
 
 def _joins(rank: int, world: int) -> Any:
-    """Rank 1 is slow, and has less data; then rank 0 is alone with its own."""
+    """Rank 1 is slow and has less data. Then rank 0 is left alone with its own."""
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(build(), message_size=20)
     with ddp.join():

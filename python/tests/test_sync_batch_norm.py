@@ -29,7 +29,7 @@ OPS = torch.ops.apex
 
 
 def _inputs(shape: list[int], dtype: torch.dtype, channels: int, seed: int = 0) -> list[Tensor]:
-    """x, z, weight, bias, all requiring gradients."""
+    """x, z, weight and bias, all requiring gradients."""
     generator = torch.Generator().manual_seed(seed)
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = [
@@ -41,7 +41,7 @@ def _inputs(shape: list[int], dtype: torch.dtype, channels: int, seed: int = 0) 
     return [draw(size, to, generator).requires_grad_() for size, to in sizes]
 
 
-# Planes shorter than a vector, not a multiple of one, longer than a chunk; odd channel counts.
+# Planes shorter than a vector, not a multiple of one, and longer than a chunk; odd channel counts.
 SHAPES = [
     (4, 3, 1),
     (3, 5, 7, 7),
@@ -146,8 +146,8 @@ def test_sync_batch_norm_gradcheck_first_and_second(
 def test_sync_batch_norm_second_derivative_of_what_was_asked_for(
     asked: str, add: bool, relu: bool
 ) -> None:
-    """As in a gradient penalty on parameters: what the first derivative is asked for says nothing
-    of what the second one depends on. The oracle is autograd through plain operators."""
+    """As in a gradient penalty on parameters: the inputs of the first derivative do not determine
+    those of the second one. The reference is autograd through plain operators."""
     if "z" in asked and not add:
         pytest.skip("nothing is added")
     x, z, weight, bias = _inputs([6, 3, 4], torch.float64, 3, seed=7)
@@ -176,7 +176,8 @@ def test_sync_batch_norm_second_derivative_of_what_was_asked_for(
     "name", ["z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 )
 def test_sync_batch_norm_argument_on_another_device_is_refused(name: str) -> None:
-    # On meta it would decide what is called, and memory nobody has written would come back.
+    # On the meta device it determines which kernel is called, and could return uninitialized
+    # memory.
     x = torch.randn(4, 3, 5)
     arguments = {
         "z": torch.randn(4, 3, 5),
@@ -219,7 +220,7 @@ def test_sync_batch_norm_third_derivative_matches_numeric() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_sync_batch_norm_large_mean_keeps_float64_accuracy() -> None:
-    # Mean 1e4, deviation 1: what is left is the rounding of the input and of the output.
+    # Mean 1e4, standard deviation 1: what remains is the rounding of the input and of the output.
     for channel_last in (False, True):
         shape = (64, 33, 33, 8) if channel_last else (64, 8, 33, 33)
         x = (torch.randn(shape, dtype=torch.float64) + 1e4).float()
@@ -258,8 +259,8 @@ def test_sync_batch_norm_memory_format_is_kept_without_a_copy() -> None:
 def test_sync_batch_norm_backward_makes_nothing_but_its_results(
     needs_input: bool, training: bool
 ) -> None:
-    # Each of these would be a launch on a GPU. Gradients of the statistics were one once, and in
-    # evaluation the deviation was made of the running variance.
+    # Each of these would be a launch on a GPU. Earlier versions computed gradients of the
+    # statistics, and in evaluation converted the running variance to a standard deviation.
     x = torch.randn(4, 3, 5, requires_grad=needs_input)
     y = SyncBatchNorm(3).train(training)(x)
     dy = torch.randn_like(y)
@@ -349,7 +350,7 @@ def test_sync_batch_norm_output_changed_in_place_is_noticed_where_it_is_needed(
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    y = module(torch.randn(3, 4, requires_grad=True))  # without z the input is enough
+    y = module(torch.randn(3, 4, requires_grad=True))  # without z, the input is enough
     y.mul_(2)
     y.sum().backward()
 
@@ -434,7 +435,7 @@ def test_sync_batch_norm_compiled_fullgraph_matches_eager(backend: str) -> None:
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_sync_batch_norm_other_instruction_sets_are_right(capability: str) -> None:
-    # torch picks its instruction set when it is loaded, so each runs in a process of its own.
+    # torch selects its instruction set when it is loaded, so each one runs in a separate process.
     environment = {"ATEN_CPU_CAPABILITY": capability}
     test = f"{__file__}::test_sync_batch_norm_training_matches_float64"
     result = subprocess.run(

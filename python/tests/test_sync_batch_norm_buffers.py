@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counters, running statistics and parameters of every type and stride: as torch's batch norm."""
+"""Counters, running statistics and parameters of every dtype and stride, as in torch's batch
+norm."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def _pair(**options: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _train(ours: nn.Module, theirs: nn.Module, steps: int = 3) -> None:
-    """Outputs, gradients and buffers stay the same."""
+    """Check that outputs, gradients and buffers are the same."""
     for _ in range(steps):
         x = torch.randn(4, 3, 5)
         leaves = [x.clone().requires_grad_() for _ in range(2)]
@@ -61,7 +62,7 @@ def test_counter_with_a_dimension_counts() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("momentum", [None, 0.3])
 def test_no_counter_is_as_in_torch(momentum: float | None) -> None:
-    # Without momentum nobody knows how many batches there were: the statistics keep their values.
+    # Without momentum, the number of batches is unknown, so the statistics keep their values.
     ours, theirs = _pair(momentum=momentum)
     for module in (ours, theirs):
         module.num_batches_tracked = None
@@ -110,7 +111,8 @@ def test_strided_parameters_and_buffers_are_as_in_torch(dtype: torch.dtype) -> N
         for name, parameter in contiguous.named_parameters():
             assert torch.equal(module.get_parameter(name).grad, parameter.grad), name
         base = module.running_mean._base
-        assert base is not None and base[:, 1:].isnan().all()  # what lies between is left alone
+        # elements in the gaps are not changed
+        assert base is not None and base[:, 1:].isnan().all()
 
 
 @pytest.mark.usefixtures("device")

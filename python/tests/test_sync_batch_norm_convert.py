@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""convert_syncbn_model and revert_syncbn_model lose nothing and flatten nothing."""
+"""convert_syncbn_model and revert_syncbn_model keep all state and structure."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ class Scaled(nn.BatchNorm2d):
 
 
 class Renamed(nn.BatchNorm2d):
-    """Only another way to construct it."""
+    """Differs only in its constructor."""
 
     def __init__(self) -> None:
         super().__init__(4)
 
 
 class Activated(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d: its forward calls the function, and an activation after it."""
+    """As timm's BatchNormAct2d: its forward calls the function, and then an activation."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -237,7 +237,7 @@ def test_convert_state_dict_hook_sees_the_new_module() -> None:
     assert seen == [module]
 
 
-# --- what is refused leaves the model as it was ---
+# --- a refused conversion does not change the model ---
 
 
 class SyncWithBehaviour(SyncBatchNorm):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transforms of torch.func and forward-mode derivatives: what torch's batch norm can do on one
-rank, and a refusal that names the way that works on several."""
+"""Transforms of torch.func and forward-mode derivatives: the same as torch's batch norm on one
+rank, and an error that names an alternative on several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _of_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _ensemble(module: nn.Module) -> Tensor:
-    """Several models at once, each with parameters and buffers of its own."""
+    """Several models at once, each with its own parameters and buffers."""
 
     def copies(tensors: Any) -> dict[str, Tensor]:
         return {n: torch.stack([t.detach() * (i + 1) for i in range(4)]) for n, t in tensors}
@@ -81,7 +81,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "batched_gradients": _batched_gradients,
     "batched_second_derivatives": _batched_second_derivatives,
 }
-# What torch's batch norm does with running statistics that it updates.
+# The transforms that torch's batch norm supports while it updates running statistics.
 IN_TRAINING = ("ensemble", "forward_mode", "forward_over_reverse", "batched_gradients",
                "batched_second_derivatives")  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_transform_that_updates_running_statistics_equals_torchs(name: str) -> N
 
 
 def test_grad_in_training_updates_running_statistics_once() -> None:
-    # torch's refuses to; buffers that are passed as arguments are the way for both.
+    # torch's refuses too. Both work if the buffers are passed as arguments.
     ours, theirs = _pair(momentum=None)
     got = grad(_cube(ours))(X)
     x = X.clone().requires_grad_()
@@ -180,7 +180,7 @@ def _on_two_ranks(rank: int, world: int) -> None:
         remedy = "torch.autograd.grad are, with derivatives of any order"
         with raises(NotImplementedError, "several ranks", remedy):
             TRANSFORMS[name](module)
-    # The ways that the message names work, and nobody waits for anybody.
+    # The alternatives in the message work, and no rank waits for another.
     x = X.clone().requires_grad_()
     (dx,) = torch.autograd.grad(_cube(module)(x), x, create_graph=True)
     dx.square().sum().backward()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.ops.apex.* are public: what does not fit is refused before anything is read or sent, by the
-fake implementations, too."""
+"""torch.ops.apex.* are public. Invalid arguments are refused before anything is read or sent, also
+by the fake implementations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OF_ELEMENTS = ("z", "grad_output", "output")
 
 
 def _misfits(name: str, value: Tensor) -> list[tuple[Tensor, type[Exception]]]:
-    """What might be passed in the place of a tensor."""
+    """Invalid values for a tensor argument."""
     found: list[tuple[Tensor, type[Exception]]] = [(value.to("meta"), ValueError)]
     if name in PER_CHANNEL:
         wrong = [value[:2], value[:0], value[0], value.repeat(2), value.view(1, 3)]
@@ -63,7 +63,7 @@ def _misfits(name: str, value: Tensor) -> list[tuple[Tensor, type[Exception]]]:
         found += [(each, ValueError) for each in wrong]
         kind = TypeError if name == "grad_output" else ValueError
         found += [(value.long(), kind), (value.to(torch.complex64), kind)]
-        if name != "grad_output":  # whose dtype autograd may change
+        if name != "grad_output":  # autograd may change its dtype
             found.append((value.double(), ValueError))
     elif name == "input":
         found = [(each, ValueError) for each in (value[:2, :2], value[0, 0], value.sum())]
@@ -93,7 +93,7 @@ def test_operator_refuses_a_tensor_that_does_not_fit(operator: str, name: str, f
     for value, error in _misfits(name, make()[name]):
         arguments = make() | {name: value}
         if fake:
-            if value.is_meta:  # then torch's fake tensors find no device that fits all
+            if value.is_meta:  # torch's fake tensors then find no common device
                 error = RuntimeError
             mode = FakeTensorMode()
             arguments = {
@@ -111,7 +111,7 @@ def test_operator_refuses_expanded_running_statistics(name: str) -> None:
     arguments = _forward() | {name: torch.ones(1).expand(3)}
     with pytest.raises(ValueError, match=f"{name} is expanded, .* clone"):
         OPS.sync_batch_norm(*arguments.values())
-    # What is only read may be expanded.
+    # Read-only arguments may be expanded.
     arguments = _inference() | {name: torch.ones(1).expand(3), "weight": torch.ones(1).expand(3)}
     OPS.batch_norm_inference(*arguments.values())
 

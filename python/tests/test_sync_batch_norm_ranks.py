@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""SyncBatchNorm on several ranks against one-process float64 batch norm on the whole batch."""
+"""SyncBatchNorm on several ranks compared with one-process float64 batch norm on the whole
+batch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _modes_body(rank: int, world_size: int) -> None:
             x = batch[step, mine].clone().requires_grad_()
             x_all = batch[step].clone().requires_grad_()
             y = module(x)
-            # Evaluation never looks at the other ranks, also where it has no running statistics.
+            # Evaluation never uses the other ranks, even without running statistics.
             alone = not training and not track
             want = whole(x if alone else x_all)
             want_mine = want if alone else want[mine]
@@ -66,16 +67,16 @@ def test_sync_batch_norm_every_mode_on_two_ranks_matches_torch_on_the_whole_batc
 
 
 def _count_body(rank: int, world_size: int) -> None:
-    # A single value per channel over all ranks raises on every rank, and leaves the group usable.
+    # A single value per channel over all ranks raises on every rank. The group remains usable.
     module = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         module(torch.randn(1 if rank == 0 else 0, 3))
     assert int(module.num_batches_tracked) == 0
     assert torch.equal(module.running_mean, torch.zeros(3))
-    # One value on each rank is two in all.
+    # One value on each rank is two in total.
     y = module(torch.full((1, 3), float(rank)))
     torch.testing.assert_close(y.abs(), torch.ones(1, 3), rtol=0, atol=1e-4)
-    # An unsplittable world is refused before anything is created.
+    # A world that cannot be split is refused before any group is created.
     with pytest.raises(ValueError, match="cannot be split"):
         create_syncbn_process_group(3)
     assert create_syncbn_process_group(0) is None
@@ -93,12 +94,12 @@ def _group_body(rank: int, world_size: int) -> None:
     both = torch.arange(16.0).view(8, 2)[first : first + 4] ** 2
     want = reference_batch_norm(both.double(), None, None, None, 1e-5, False, False)[0]
     torch.testing.assert_close(module(x).double(), want[2 * (rank % 2) :][:2], rtol=0, atol=1e-5)
-    # A copy shares the group, a pickle leaves it behind.
+    # A copy shares the group, a pickle drops it.
     assert copy.deepcopy(module).process_group is pair
     assert copy.copy(module).process_group is pair
     assert pickle.loads(pickle.dumps(module)).process_group is None
     assert copy.copy(module)._process_group_name == module._process_group_name
-    # With no group given the communicator is not the default group's, and is made once.
+    # Without a given group, a separate communicator is created once.
     names = {SyncBatchNorm(2)._process_group_name for _ in range(2)}
     assert names == {None}
     from apex.parallel.syncbn_group import default_group
@@ -122,11 +123,12 @@ def test_sync_batch_norm_process_group_is_used() -> None:
 def _split_body(rank: int, world_size: int) -> None:
     from apex.parallel import syncbn_group
 
-    syncbn_group._own_group = None  # an earlier test on these ranks may have made it
+    syncbn_group._own_group = None  # an earlier test on these ranks may have created it
     with eager_nccl() as asked:
         pair = create_syncbn_process_group(2)
         assert asked == ["synchronize", "split_group [[0, 1], [2, 3]]"], asked
-        # Made in the first forward, while DistributedDataParallel's broadcast may be under way.
+        # Created in the first forward, while DistributedDataParallel's broadcast may be in
+        # progress.
         assert syncbn_group.default_group().size() == world_size
         assert asked[2:] == ["synchronize", "new_group"], asked
     assert dist.get_process_group_ranks(pair) == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -142,10 +144,10 @@ def test_groups_of_eager_nccl_are_split_at_once_and_when_the_device_is_idle() ->
 def _collectives_body(rank: int, world_size: int, channel: str) -> None:
     os.environ["APEX_HOST_CHANNEL"] = channel
     exchange = ["c10d::alltoall_base_"] if channel == "0" else []  # in shared memory
-    # A group decides once.
+    # A group makes this choice once.
     module = SyncBatchNorm(4, fuse_relu=True, process_group=dist.new_group())
     x = torch.randn(3, 4, 5, requires_grad=True)
-    module(x, torch.randn(3, 4, 5)).sum().backward()  # makes the communicator
+    module(x, torch.randn(3, 4, 5)).sum().backward()  # creates the communicator
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
         y = module(x, torch.randn(3, 4, 5))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:
@@ -155,12 +157,12 @@ def _collectives_body(rank: int, world_size: int, channel: str) -> None:
         return sorted(e.name for e in profile.events() if e.name.startswith("c10d::"))
 
     assert collectives(forward) == exchange
-    assert collectives(backward) == exchange  # one round, where a sum takes two
+    assert collectives(backward) == exchange  # one round, while a sum takes two
     module.eval()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as evaluation:
         module(x).sum().backward()
     assert collectives(evaluation) == []
-    # Parameters alone need no other rank.
+    # Parameters alone involve no other rank.
     module.train()
     y = module(torch.randn(3, 4, 5))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as parameters:
@@ -175,7 +177,7 @@ def test_sync_batch_norm_one_collective_per_direction(channel: str) -> None:
 
 def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
     os.environ["APEX_HOST_CHANNEL"] = channel
-    channels = 40_000  # their sums from all ranks are more than are gathered
+    channels = 40_000  # more values than are gathered in one message
     whole = torch.randn(
         6, channels, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
     )
@@ -185,7 +187,7 @@ def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y.backward(dy[3 * rank : 3 * rank + 3])
     names = [e.name for e in profile.events() if e.name.startswith("c10d::")]
-    through_gloo = ["c10d::alltoall_base_", "c10d::allreduce_"]  # headers alone go first
+    through_gloo = ["c10d::alltoall_base_", "c10d::allreduce_"]  # headers alone are sent first
     assert names == (through_gloo if channel == "0" else [])
     whole.requires_grad_()
     want = reference_batch_norm(whole, None, None, None, 1e-5, False, False)[0]
@@ -231,7 +233,8 @@ def test_sync_batch_norm_compiled_fullgraph_matches_eager_on_two_ranks() -> None
 
 
 def _exact_count_body(rank: int, world_size: int) -> None:
-    # 2^24 + 1 values in all: a float32 count would lose the one, and with it the unbiased factor.
+    # 2^24 + 1 values in total. A float32 count would lose the last one, and with it the unbiased
+    # factor.
     rows = (1 << 24) if rank == 0 else 1
     results = torch.ops.apex.sync_batch_norm(
         torch.zeros(rows, 1, dtype=torch.float16), None, None, None, None, None, None, 0.1, 1e-5,
@@ -245,7 +248,7 @@ def test_sync_batch_norm_counts_are_exact_beyond_float32() -> None:
 
 
 def _different_layers_body(rank: int, world_size: int) -> None:
-    """Both of the ways that ranks of a host have: each compares layers before it reads values."""
+    """Both paths of ranks on one host: each compares layers before it reads values."""
     for channel in ("0", "1"):
         with host_channel(channel):
             group = dist.new_group()
@@ -274,7 +277,7 @@ def _traced_body(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4))
     untraced = copy.deepcopy(model)
     torch.manual_seed(rank)
-    # The first training forward of the process is in the trace: it makes the communicator.
+    # The process's first training forward is traced, and creates the communicator.
     traced = torch.jit.trace(model, torch.randn(5, 3), check_trace=False)
     model.load_state_dict(untraced.state_dict())
     for _ in range(2):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of torch that save and shard optimizers take ours, on two ranks.
+"""torch features that save and shard optimizers accept ours, on two ranks.
 
-The oracle is the same job without the part: its bits are wanted.
+The reference is the same job without the feature, which must have the same bits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_distributed_checkpoint_resumed_equals_the_run_that_was_not_stopped(
 
 
 def _names(rank: int, world: int) -> None:
-    """Wrapped or not, what is saved of the module loads into the other."""
+    """With or without the wrapper, a saved state loads into the other."""
     ddp = DistributedDataParallel(network(rank))
     inside = state_dict.get_model_state_dict(ddp.module)
     check_equal(sorted(inside), sorted(ddp.module.state_dict()), "names of the module")
@@ -110,7 +110,7 @@ def _shards(rank: int, world: int, name: str) -> None:
     optimizer = make(name, plain)
     train(plain, optimizer, range(3), rank)
     train(sharded, zero, range(3), rank)
-    # Resumed by a second one, from what rank 0 has gathered.
+    # A second optimizer resumes from the state that rank 0 has gathered.
     zero.consolidate_state_dict(to=0)
     message = [zero.state_dict() if rank == 0 else None]
     torch.distributed.broadcast_object_list(message)
@@ -124,5 +124,5 @@ def _shards(rank: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adam", "novograd", "adagrad", "sgd"])
 def test_zero_redundancy_optimizer_equals_the_optimizer_alone(ranks: RankPool, name: str) -> None:
-    """Not LAMB, which clips by the norm of all gradients: a shard has those of its parameters."""
+    """Not LAMB, which clips by the norm of all gradients, because a shard has only its own."""
     ranks.run(2, _shards, name)

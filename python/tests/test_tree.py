@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The walker over what modules take and return: containers keep their class, cycles end."""
+"""The traversal of inputs and outputs of modules: containers keep their class, cycles end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pair = namedtuple("Pair", ["first", "second"])
 
 
 class NamedPair(Pair):
-    """Its constructor takes something else."""
+    """Its constructor takes other arguments."""
 
     def __new__(cls, text: str) -> NamedPair:
         return super().__new__(cls, X, text)
@@ -43,7 +43,7 @@ class Items(list):
 
 
 class Output(OrderedDict):
-    """Entries are attributes, too, as model libraries have it."""
+    """Entries are also attributes, as in model libraries."""
 
     def __init__(self, *, first: Any, second: Any) -> None:
         super().__init__(first=first, second=second)
@@ -69,7 +69,7 @@ class Recent(deque):
 
 
 class Sealed(Mapping):
-    """Can be read only."""
+    """A read-only container."""
 
     def __init__(self, **items: Any) -> None:
         self._items = items
@@ -180,7 +180,7 @@ def test_map_tensors_keeps_the_class_and_what_else_is_there(name: str) -> None:
         assert getattr(result, label, None) == getattr(container, label, None)
     if isinstance(container, dict):
         assert list(result) == list(container)
-    # Where nothing changes the container itself comes back.
+    # If nothing changes, the container itself is returned.
     assert map_tensors(container, lambda tensor: tensor) is container
 
 
@@ -245,7 +245,7 @@ def test_find_tensors_outside_of_objects() -> None:
 
 
 class Node:
-    """Refers to every other node of its graph."""
+    """References every other node of its graph."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -272,7 +272,7 @@ def test_find_tensors_in_a_graph_of_objects_visits_each_once(monkeypatch: Any) -
 
 def test_find_tensors_passes_over_modules_functions_and_classes() -> None:
     class Held:
-        parameter = X  # of the class
+        parameter = X  # an attribute of the class
 
         def __init__(self) -> None:
             self.module = nn.Linear(2, 2)

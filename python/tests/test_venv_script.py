@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/venv.sh: what it refuses, and when it builds the package again."""
+"""scripts/venv.sh: what it refuses, and when it rebuilds the package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def executable(path: Path, text: str) -> Path:
 
 
 class Checkout:
-    """A small repository with venv.sh in it, and an environment whose pip only takes notes."""
+    """A small repository with venv.sh, and an environment whose pip only records its calls."""
 
     def __init__(self, root: Path) -> None:
         self.script = root / "scripts" / "venv.sh"
@@ -267,7 +267,7 @@ def test_clients_keeps_a_folder_that_it_has_not_made(tmp_path: Path) -> None:
 
 
 def test_relative_paths_of_environments_work(tmp_path: Path) -> None:
-    """And a folder beside them is no installed module."""
+    """A folder next to them is not mistaken for an installed module."""
     (tmp_path / "python").symlink_to(sys.executable)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "__init__.py").touch()
@@ -328,7 +328,7 @@ def test_install_package_failed_build_shows_why_and_is_tried_again(checkout: Che
 
 
 def test_install_package_no_compiler_fails_with_one_sentence(checkout: Checkout) -> None:
-    # A PATH with the tools that the script itself needs, and no compiler.
+    # A PATH with the tools that the script itself needs, but no compiler.
     tools = checkout.venv.parent / "pip-tools"
     tools.mkdir()
     for tool in ("cat", "dirname", "git", "mktemp", "readlink", "rm", "awk", "getconf", "sh"):

@@ -4,8 +4,8 @@
     python python/tests/torch_distributed_tests.py [--world 4] [--backend gloo] [TEST ...]
 
 They are the tests of ``torch.testing._internal.distributed.distributed_test`` that torch runs on
-Gloo. It needs ``pip install expecttest``. Each test has processes of its own. Prints a line for
-each, and what failed; the exit code is 1 if a test failed.
+Gloo. Needs ``pip install expecttest``. Each test has its own processes. Prints a line per test, and
+its failures. The exit code is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# torch's module reads these while it is imported: it skips what it would skip for Gloo.
+# torch's module reads these when it is imported, and skips the tests that it skips for Gloo.
 OPTIONS = parse_arguments()
 FOLDER = Path(tempfile.mkdtemp(prefix="torch-distributed-tests-"))
 os.environ["BACKEND"] = "gloo"
@@ -51,7 +51,7 @@ from torch.testing._internal.distributed import distributed_test as torch_tests 
 
 
 class AsGloo(str):
-    """The name of a backend for which the tests expect what they expect of Gloo."""
+    """A backend name for which the tests have the same expectations as for Gloo."""
 
     def __eq__(self, other: object) -> bool:
         return other == "gloo" or super().__eq__(other)
@@ -63,7 +63,7 @@ class AsGloo(str):
 
 
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """``dist.monitored_barrier``, which refuses every backend that is not called gloo."""
+    """``dist.monitored_barrier``, which refuses every backend that is not named gloo."""
     group = group or dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
@@ -74,7 +74,7 @@ def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bo
 def run_on_apex() -> None:
     os.environ["BACKEND"] = torch_tests.BACKEND = AsGloo("apex")
     dist.monitored_barrier = monitored_barrier
-    # Names in a profile: what Gloo carries has Gloo's, so that SEND_RECV_... stays as it is.
+    # Names in a profile: operations that Gloo carries keep Gloo's names, such as SEND_RECV_....
     if os.environ.get("APEX_HOST_CHANNEL") != "0":
         torch_tests.PROFILING_SUPPORTED_BACKENDS.append("apex")
 
@@ -83,11 +83,11 @@ class Tests(torch_tests.TestDistBackend, torch_tests.DistributedTest._DistTestBa
     def setUp(self) -> None:
         super().setUp()
         (FOLDER / "store").unlink(missing_ok=True)
-        # Forked, not spawned: to import torch takes longer than most of these tests.
+        # Forked, not spawned, because importing torch takes longer than most of these tests.
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
-        super()._check_return_codes(fn, elapsed_time)  # looks at the first rank only
+        super()._check_return_codes(fn, elapsed_time)  # checks only the first rank
         if fn not in self.skip_return_code_checks:
             self.assertEqual({process.exitcode for process in self.processes}, {0})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models, data and Trainers of transformers, and one process that trains on the whole batches."""
+"""Models, data and Trainers of transformers, and a one-process reference on the whole batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def language_model() -> Any:
 
 
 def translation_model() -> Any:
-    """Its loss takes every label: none is shifted."""
+    """Its loss uses every label, without shifting."""
     transformers = load("transformers")
     config = transformers.T5Config(
         vocab_size=TOKENS, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
@@ -40,7 +40,7 @@ def translation_model() -> Any:
 
 
 class Classifier(nn.Module):
-    """No model of transformers: its loss is always the mean over the batch."""
+    """Not a model of transformers. Its loss is always the mean over the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class Classifier(nn.Module):
 
 
 def texts(count: int, unlabeled: range = range(0)) -> list[dict[str, Tensor]]:
-    """Of different lengths; of some the first labels do not count, of `unlabeled` none does."""
+    """Texts of different lengths. Some have ignored first labels, and `unlabeled` ones have no
+    labels."""
     generator = torch.Generator().manual_seed(1)
     samples = []
     for index in range(count):
@@ -72,7 +73,7 @@ def points(count: int) -> list[dict[str, Tensor]]:
 
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator: sequences are padded behind."""
+    """A collator that pads sequences at the end."""
     if "input_ids" not in samples[0]:
         return {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
     masked = [{**s, "attention_mask": torch.ones_like(s["input_ids"])} for s in samples]
@@ -104,7 +105,7 @@ def class_loss(scores: Tensor, labels: Tensor) -> Tensor:
 def plain(
     model: nn.Module, steps: list[list[dict[str, Tensor]]], loss_of: Loss
 ) -> tuple[list[float], list[float]]:
-    """The oracle: one process without a Trainer. Returns the loss and gradient norm of each step.
+    """The reference: one process without a Trainer. Returns each step's loss and gradient norm.
 
     `steps` has the samples of each optimizer step, of all ranks and micro-batches.
     """
@@ -122,13 +123,14 @@ def plain(
 
 
 def sliced(samples: list[Any], size: int) -> list[list[Any]]:
-    """The samples of each step: the Trainer deals out consecutive batches to the ranks in turn."""
+    """The samples of each step. The Trainer assigns consecutive batches to the ranks in turn."""
     return [samples[begin : begin + size] for begin in range(0, len(samples), size)]
 
 
 @contextlib.contextmanager
 def job(rank: int = 0, world: int = 0) -> Iterator[None]:
-    """transformers takes this process for a rank that torchrun has started; alone with 0 ranks."""
+    """Make transformers treat this process as torchrun's rank, or as a single process with 0
+    ranks."""
     values = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if world > 0:
         values |= {
@@ -141,7 +143,7 @@ def job(rank: int = 0, world: int = 0) -> Iterator[None]:
     with mock.patch.dict(os.environ, values):
         try:
             yield
-        finally:  # what accelerate keeps of a job in this process
+        finally:  # accelerate's state of a job in this process
             state.AcceleratorState._reset_state(reset_partial_state=True)
             state.GradientState._reset_state()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Scripts in processes that have imported torch already: the import takes longer than most of them.
+"""Runs scripts in processes that have imported torch, because the import takes longest.
 
-What ends a process, destructors of statics and functions registered with ``atexit``, does not run.
-Processes that a script starts with ``mp.spawn`` are forked as well: nothing is pickled for them,
-and they do not import the script again.
+Destructors of statics and functions registered with ``atexit`` do not run. Processes that a script
+starts with ``mp.spawn`` are forked as well, so nothing is pickled for them, and they do not import
+the script again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def run_script(
     timeout_s: float = 600,
     without: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``python script arguments`` in that folder, with what it wrote to stdout and stderr.
+    """Like ``python script arguments`` in that folder. Returns its stdout and stderr.
 
     Args:
-        without: a package that the script is to import itself: PYTHONPATH may hold another one.
+        without: a package that the script must import itself, because PYTHONPATH may hold another
+            one.
 
     Raises:
-        subprocess.TimeoutExpired: when it was ended because time was up.
+        subprocess.TimeoutExpired: it was killed after the timeout.
     """
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     process = _start(script, arguments, cwd, env, out, err, without)
@@ -56,13 +57,13 @@ def run_script_on_ranks(
     env: Mapping[str, str],
     timeout_s: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``python -m apex.parallel.multiproc --nproc=ranks script arguments`` in that folder.
+    """Like ``python -m apex.parallel.multiproc --nproc=ranks script arguments`` in that folder.
 
-    ``env`` holds MASTER_ADDR and MASTER_PORT. The exit code is that of the first rank that failed;
-    when one has, the others are ended. Their output is in rank_<rank>.log, as with multiproc.
+    ``env`` contains MASTER_ADDR and MASTER_PORT. The exit code is that of the first rank that
+    failed. The others are then killed. Output goes to rank_<rank>.log, as with multiproc.
 
     Raises:
-        subprocess.TimeoutExpired: when they were ended because time was up.
+        subprocess.TimeoutExpired: they were killed after the timeout.
     """
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     takes = script_options.options_taken(Path(script))
@@ -125,7 +126,7 @@ def _finish(
 
 
 def _end_with_stacks(pids: list[int | None]) -> None:
-    """End these processes and those they have started; before, each writes its stacks to stderr."""
+    """Kill these processes and their children, after each has written its stacks to stderr."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -136,7 +137,7 @@ def _end_with_stacks(pids: list[int | None]) -> None:
         found += children.get(pid, [])
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)  # time is up already; one writes after the other, or does not
+        time.sleep(0.3)  # the timeout is over already; each process writes its stacks or does not
     for pid in found:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

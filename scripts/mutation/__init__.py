@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/mutate.py is made of."""
+"""The parts of scripts/mutate.py."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is mutated, how much of it, and which tests are asked."""
+"""The mutated sources, the number of mutants, and the tests that run on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Area:
-    """Some sources, and how many mutants are drawn from them."""
+    """Some sources, and the number of mutants drawn from them."""
 
     name: str
     quota: int
@@ -16,7 +16,8 @@ class Area:
     without: tuple[str, ...] = ()
 
 
-#: A file belongs to the first area that has it. Missing folders are no error: sources move.
+#: A file belongs to the first area that lists it. Missing folders are ignored, because sources
+#: move.
 AREAS = (
     Area(
         "buckets",
@@ -53,7 +54,7 @@ AREAS = (
     Area("amp, Python", 35, ("python/apex/amp/*.py",)),
 )
 
-#: Executables of cpp/tests that are asked, the quickest first.
+#: The executables of cpp/tests that run, fastest first.
 CPP_TESTS = (
     "apex_kernel_tests",
     "apex_fake_device_tests",
@@ -62,7 +63,7 @@ CPP_TESTS = (
     "apex_multiprocess_tests",
 )
 
-#: Calls of pytest in python/tests: arguments, each recorded by a run of its own.
+#: The calls of pytest in python/tests. Each is a list of arguments and is recorded separately.
 PYTHON_TESTS = (
     ("-m", "not slow", "test_amp*.py", "test_fp16_utils*.py"),
     ("-m", "not slow", "test_sync_batch_norm*.py"),

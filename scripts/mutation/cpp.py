@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mutants of C++: found in tree-sitter's syntax tree, all compiled in, each behind its number."""
+"""C++ mutants: found in tree-sitter's syntax tree, all compiled in, each selected by its number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLIPPED = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 BOUND = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SWAPPED = {"+": "-", "-": "+", "&&": "||", "||": "&&"}
 
-#: Nothing is changed in these: constants of the compiler, and the text of errors.
+#: Node types that are not mutated: compile-time constants and the text of errors.
 LEFT_OUT = {
     "array_declarator", "attribute_declaration", "case_statement_value", "concatenated_string",
     "enum_specifier", "noexcept", "optional_parameter_declaration", "requires_clause",
@@ -23,7 +23,7 @@ LEFT_OUT = {
     "throw_statement", "ERROR",
 }  # fmt: skip
 
-#: Calls that change no result: memory asked for in advance, warnings, pauses between two looks.
+#: Calls that change no result: preallocation, warnings, and pauses while polling.
 NO_EFFECT = (
     "reserve", "shrink_to_fit", "prefetch", "sleep_for", "TORCH_WARN", "__builtin_prefetch",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def _left_out(node: tree_sitter.Node) -> bool:
     if parent.type == "if_statement" and node.type == "condition_clause":
         return any(child.type == "constexpr" for child in parent.children)
     if parent.type == "argument_list" and parent.parent.type == "call_expression":
-        # Of a check, what follows the condition is its message.
+        # In a check, the arguments after the condition are its message.
         called = parent.parent.child_by_field_name("function").text
         return called.startswith(b"TORCH_CHECK") and node != parent.named_children[0]
     if node.type in ("declaration", "field_declaration"):
@@ -58,7 +58,7 @@ def _is_text(node: tree_sitter.Node) -> bool:
 
 
 def _returns_constant(node: tree_sitter.Node) -> bool:
-    """True where `return {}` compiles and is no text: not in a lambda without a written type."""
+    """Whether `return {}` compiles and is not text: not in a lambda without an explicit type."""
     while node is not None and node.type not in ("function_definition", "lambda_expression"):
         node = node.parent
     if node is None:
@@ -125,7 +125,7 @@ def _expressions(node: tree_sitter.Node) -> Iterator[tuple[str, str, bool]]:
         and node.type not in ("declaration", "init_statement")
     ):
         sign = node.child_by_field_name("operator")
-        if sign is None or sign.type not in FLIPPED:  # else it is flipped already
+        if sign is None or sign.type not in FLIPPED:  # otherwise it is flipped already
             yield "condition negated", f"!({text})", False
 
 
@@ -175,9 +175,10 @@ def _switched(mutant: Mutant, original: str) -> str:
 
 
 def rewrite(source: str, mutants: list[Mutant], name: str, header: Path) -> str:
-    """The source with all of its mutants; lines keep their numbers.
+    """The source with all of its mutants. Lines keep their numbers.
 
-    A mutant inside of another lies in the part that stays as it was: one is on at a time.
+    If mutants are nested, the inner one is in the outer one's unmodified branch, because only one
+    is active at a time.
     """
     data = source.encode()
     order = sorted(mutants, key=lambda m: (m.begin, -m.end))

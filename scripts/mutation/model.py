@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A mutant, and which ones are drawn."""
+"""The class of a mutant, and the selection of mutants."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Mutant:
     replacement: str = ""
     statement: bool = False
     area: str = ""
-    number: int = -1  #: what APEX_MUTANT selects
-    occurrence: int = 0  #: among equal changes of equal lines of the file
-    turn: float = 0.0  #: from 0 to 1 in the order in which those of the area were drawn
+    number: int = -1  #: selected by APEX_MUTANT
+    occurrence: int = 0  #: index among equal changes of equal lines of the file
+    turn: float = 0.0  #: from 0 to 1, the order in which the area's mutants were drawn
     key: str = field(default="", init=False)
 
     def name(self) -> str:
-        """The same after the file has moved to another folder or the line to another place."""
+        """An identifier that does not change if the file or the line moves."""
         parts = (Path(self.path).name, self.text, self.change, str(self.occurrence))
         return " | ".join(parts)
 
@@ -51,15 +51,15 @@ def source_files(root: Path) -> dict[str, str]:
 def draw(
     mutants: list[Mutant], seed: int, scale: float, refused: set[str], numbers: dict[str, int]
 ) -> list[Mutant]:
-    """Each area's quota times `scale`, without what is `refused`.
+    """Draw each area's quota times `scale`, except `refused` mutants.
 
-    The order is that of hashes of the changed lines: editing one line of a source changes which
-    mutants of that line are drawn, and hardly any other. `numbers` has those given out so far, and
-    is added to, so that a source is written and compiled again only where its own mutants change.
+    The order is by hashes of the changed lines. So editing one line of a source affects which
+    mutants of that line are drawn, and hardly any others. `numbers` contains the numbers assigned
+    so far and is extended, so that a source is compiled again only if its own mutants change.
     """
     seen: Counter[str] = Counter()
     for mutant in mutants:
-        mutant.occurrence = 0  # where mutants were drawn before
+        mutant.occurrence = 0  # mutants may have been drawn before
         base = mutant.name()
         mutant.occurrence = seen[base]
         seen[base] += 1

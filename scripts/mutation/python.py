@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mutants of Python: found and switched in the syntax tree of `ast`."""
+"""Python mutants: found and selected in the syntax tree of `ast`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FLIPPED = {
 }  # fmt: skip
 BOUND = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 
-#: Calls that change no result, by the last part of the name.
+#: Calls that change no result, by the last part of their name.
 NO_EFFECT = ("warn", "warning", "print", "maybe_print", "warn_or_err")
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Finds the mutants of a module and, of those with a number, puts both versions into it."""
+    """Finds the mutants of a module, and inserts both versions of the ones that have a number."""
 
     def __init__(self, path: str, source: str, numbers: dict[tuple, int] | None) -> None:
         self.path, self.lines, self.numbers = path, source.splitlines(), numbers
         self.found: list[Mutant] = []
         self.functions = 0
 
-    # What is left as it is: the text of errors, annotations, decorators, defaults, what a module
-    # or class does when it is made.
+    # Not mutated: the text of errors, annotations, decorators, defaults, and code that runs when a
+    # module or class is created.
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         return node
 
@@ -51,7 +51,7 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _mutants(self, node: ast.AST, original: str) -> list[tuple[str, ast.AST | None]]:
-        """Operators, and what each makes of the node: None for nothing at all."""
+        """Operators, and the node that each makes of `node`; None if it removes the node."""
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             kind = type(node.ops[0])
             return [
@@ -93,7 +93,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node, (ast.If, ast.While, ast.IfExp)) and not isinstance(
             node.test, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)
         ):
-            # Counted as a mutant of the test, whose place is its own.
+            # Counted as a mutant of the test, which has its own position.
             node.test = self._place(
                 node.test,
                 ast.unparse(node.test),
@@ -105,7 +105,8 @@ class _Rewriter(ast.NodeTransformer):
                 visited = self._visit_all(inner) if isinstance(inner, list) else self.visit(inner)
                 setattr(node, part, visited)
             return node
-        # The mutated version keeps the node as it was; mutants inside are in the other one.
+        # The mutated version contains the original node. Mutants inside it are in the other
+        # version.
         kept = [(name, new and ast.parse(ast.unparse(new)).body[0]) for name, new in made]
         return self._place(node, original, kept, super().visit(node))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the campaign found, as text."""
+"""The results of a campaign, as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ out of the percentage: caught / (mutants - equivalent).
 
 
 class Reasons:
-    """Entries of reasons.toml: `line` and `change` as in the report, wherever the line is now."""
+    """Entries of reasons.toml. They match `line` and `change` of the report, not the line
+    number."""
 
     def __init__(self) -> None:
         entries = tomllib.loads(REASONS.read_text())["mutant"] if REASONS.exists() else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tests reach which mutants, and what they say of one that is switched on."""
+"""Which tests reach which mutants, and the results of tests with a mutant switched on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from .areas import CPP_TESTS, PYTHON_TESTS
 from .workspace import RUNTIME, Workspace
 
-#: A test that takes this much longer than it did, and at least so many seconds, hangs.
+#: A test hangs if it takes this many times as long as recorded, and at least this many seconds.
 TIMES_AS_LONG, AT_LEAST_SECONDS = 10, 20
-#: Starting a program that loads torch, on a busy machine.
+#: The time to start a program that loads torch, on a busy machine.
 START_SECONDS = 60
-#: How often tests are asked that fail with the mutant off, too.
+#: How often tests are repeated that also fail with the mutant off.
 ATTEMPTS = 3
-#: Tests are asked in two calls: the quickest for so long, then all others.
+#: Tests run in two calls: the fastest, up to this total time, and then all others.
 FIRST_SECONDS = 2
 
 FAILED = re.compile(r"^(?:\[  FAILED  \]|FAILED|ERROR) (?:\S*python/tests/)?(\S+)", re.MULTILINE)
@@ -55,7 +55,7 @@ class Suite:
     def _run(
         self, command: list[str], seconds: float | None, **variables: str
     ) -> tuple[int | None, str]:
-        """Exit status, None if it was ended; and what it printed."""
+        """Exit status (None if it was killed) and output."""
         environment = dict(os.environ, OMP_NUM_THREADS="1", **variables)
         environment["PYTHONPATH"] = f"{self.workspace.overlay}:{RUNTIME}"
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -73,7 +73,7 @@ class Suite:
                 status = process.returncode
             except subprocess.TimeoutExpired:
                 output = ""
-            # And the ranks that it started, if it left any.
+            # Also kill ranks that it started and left running.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -81,7 +81,7 @@ class Suite:
             return status, output or ""
 
     def record(self, count: int) -> None:
-        """Runs every test with all mutants off."""
+        """Run every test with all mutants off."""
         self.records.mkdir(exist_ok=True)
         seen = self.workspace.folder / "seen"
         for name, command in self._recordings().items():
@@ -102,7 +102,7 @@ class Suite:
     def _is_newer_than_tests(self, name: str, record: Path) -> bool:
         if name in CPP_TESTS:
             files = [self.workspace.build / "cpp/tests" / name]
-        else:  # the tests it calls, and what they share
+        else:  # the tests that it calls, and shared files
             called = [self.workspace.root / part for part in self._recordings()[name]]
             shared = (self.workspace.root / "python/tests").glob("*.py")
             files = [file for file in called if file.suffix == ".py"]
@@ -128,7 +128,8 @@ class Suite:
         return commands
 
     def forget_records(self, changed: set[str]) -> None:
-        """Those of programs made from `changed`; what C++ tests only change record() sees."""
+        """Delete the records of programs that `changed` affects. record() detects changes of C++
+        tests."""
         if all(path.startswith("cpp/tests/") for path in changed):
             return
         python_only = all(path.startswith("python/apex/") for path in changed)
@@ -137,7 +138,7 @@ class Suite:
                 file.unlink()
 
     def tests(self) -> list[Test]:
-        """Those that passed, the quickest of each program first."""
+        """The tests that passed, the fastest of each program first."""
         found: dict[tuple[str, str], Test] = {}
         for name in self._recordings():
             program = "pytest" if name.startswith("pytest") else name
@@ -149,7 +150,7 @@ class Suite:
         return sorted(found.values(), key=lambda test: test.seconds)
 
     def judge(self, number: int, tests: list[Test], most_seconds: float) -> tuple[str, str]:
-        """("caught", by what), ("survived", the tests that passed) or ("not reached", "")."""
+        """("caught", by which test), ("survived", the passed tests) or ("not reached", "")."""
         asked = 0
         for program in (*CPP_TESTS, "pytest"):
             reaching = [t for t in tests if t.program == program and number in t.reached]
@@ -170,9 +171,9 @@ class Suite:
     def _ask(self, number: int, program: str, batch: list[Test]) -> tuple[str, str] | None:
         """The verdict of these tests, or None if they passed.
 
-        Other programs may keep the machine so busy that a test fails for that alone, or takes too
-        long. So what failed has to pass right afterwards with the mutant off, within the same time,
-        and what does not end is asked twice.
+        On a machine that other programs keep busy, a test may fail or time out for that reason
+        alone. So a failed test must pass immediately afterwards with the mutant off, within the
+        same time. A test that times out is repeated once.
         """
         limit = START_SECONDS + max(
             AT_LEAST_SECONDS, TIMES_AS_LONG * sum(test.seconds for test in batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A copy of the sources with all mutants in it, its C++ build, and a package apex to import."""
+"""A copy of the sources with all mutants, its C++ build, and an importable package apex."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .model import Mutant, source_files
 
 RUNTIME = Path(__file__).resolve().parent / "runtime"
 
-#: Appended to the copy's cpp/tests/CMakeLists.txt.
+#: Appended to cpp/tests/CMakeLists.txt of the copy.
 LISTENER = """
 foreach(target IN ITEMS {targets})
   if(TARGET ${{target}})
@@ -26,7 +26,7 @@ endforeach()
 
 
 class Workspace:
-    """`folder` holds all of it; what is there and up to date is used again."""
+    """All files are in `folder`. Up-to-date files are reused."""
 
     def __init__(self, root: Path, folder: Path, interpreter: Path) -> None:
         self.root, self.folder, self.interpreter = root, folder, interpreter
@@ -42,7 +42,7 @@ class Workspace:
         return found
 
     def write(self, mutants: list[Mutant]) -> set[str]:
-        """Brings the copy up to date; returns the paths in it that have changed."""
+        """Update the copy. Returns the paths in it that have changed."""
         wanted: dict[str, bytes] = {}
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard", "cpp", "cmake"]
@@ -96,7 +96,7 @@ class Workspace:
         )  # fmt: skip
 
     def compile(self, mutants: list[Mutant]) -> list[Mutant]:
-        """Builds; returns the mutants that do not compile, and none if all is built."""
+        """Build. Returns the mutants that do not compile; empty if everything is built."""
         command = ["cmake", "--build", self.build, "--target", *CPP_TESTS, "_core", "--", "-k", "0"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (self.folder / "build.log").write_text(done.stdout)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of ``python -m apex.doctor``: facts, measurements, and the rules that judge them."""
+"""The parts of ``python -m apex.doctor``: facts, measurements, and rules that evaluate them."""

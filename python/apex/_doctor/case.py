@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What rules look at, and what they give."""
+"""The input of the doctor's rules, and the recommendations that they return."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Recommendation:
     """One thing to change.
 
     Attributes:
-        rule: the name of the function that gives it.
-        finding: what is so, and where.
+        rule: the name of the rule, a function in ``rules``.
+        finding: what was found, and where.
         remedy: what to do.
     """
 
@@ -32,14 +32,14 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Case:
-    """All that rules look at.
+    """The facts and measurements that the rules evaluate.
 
     Attributes:
-        ranks: the facts of each rank of a job; without a job, of this process.
+        ranks: the facts of each rank of the job, or of this process if there is no job.
         measured: all-reduces by backend.
-        not_shared: why the backend `apex` did not share memory here; None: it does, or it was not
-            measured.
-        slow: pairs and ranks of the job.
+        not_shared: why the backend `apex` did not share memory here; None if it did, or if it was
+            not measured.
+        slow: slow pairs and ranks of the job.
     """
 
     ranks: Sequence[Facts]
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def hosts(self) -> Mapping[tuple[str, str], list[Facts]]:
-        """The ranks of each host, in their order."""
+        """The ranks of each host, in rank order."""
         found: dict[tuple[str, str], list[Facts]] = {}
         for facts in self.ranks:
             found.setdefault(facts.place.key, []).append(facts)
@@ -62,26 +62,26 @@ class Case:
 
     @property
     def machines(self) -> list[list[Facts]]:
-        """The ranks that share cores: containers of one machine are several hosts."""
+        """The ranks that share cores. Containers of one machine count as separate hosts."""
         found: dict[str, list[Facts]] = {}
         for facts in self.ranks:
             found.setdefault(facts.place.boot, []).append(facts)
         return list(found.values())
 
     def on(self, having: Iterable[Facts]) -> str:
-        """`` on ranks 0 and 2``; empty without a job."""
+        """Text such as `` on ranks 0 and 2``; empty without a job."""
         ranks = [facts.place.rank for facts in having]
         if not self.is_job:
             return ""
         return " on all ranks" if len(ranks) == len(self.ranks) else f" on {ranks_text(ranks)}"
 
     def on_host(self, facts: Facts) -> str:
-        """`` on host a``; empty if there is one."""
+        """Text such as `` on host a``; empty if all ranks are on one host."""
         return f" on host {facts.place.host}" if len(self.hosts) > 1 else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0 to 3, 7 and 9``."""
+    """Text such as ``rank 3``, ``ranks 0 and 2`` or ``ranks 0 to 3, 7 and 9``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

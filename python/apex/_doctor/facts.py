@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank knows about its installation and its host without talking to other ranks."""
+"""Facts that a rank can gather about its installation and host without communication."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from apex import _build_info
 from apex._doctor import network
 from apex._internal.host import boot_of_host
 
-#: Variables that change results or speed, and should be the same on all ranks. Names of cards
-#: (GLOO_SOCKET_IFNAME), GPUs (CUDA_VISIBLE_DEVICES) and cores are each host's or rank's own.
+#: Variables that affect results or speed and should be equal on all ranks. Names of network
+#: interfaces (GLOO_SOCKET_IFNAME), GPUs (CUDA_VISIBLE_DEVICES) and cores may differ by host or
+#: rank.
 _SHARED_VARIABLES = re.compile(
     r"(APEX|ATEN|CUBLAS|CUDNN|GLOO|GOMP|KMP|MKL|NCCL|NVIDIA|OMP|PYTORCH|TORCH)_\w+|LD_PRELOAD"
 )
 _OWN_VARIABLES = re.compile(
     r"\w+_SOCKET_IFNAME|NCCL_(HOSTID|IB_HCA)|NVIDIA_VISIBLE_DEVICES|OMP_PLACES|GOMP_CPU_AFFINITY"
 )
-#: Names, and values such as https://user:password@host, that may hold a secret. They are neither
-#: compared nor printed. NCCL_IB_PKEY is the number of a partition.
+#: Names and values, such as https://user:password@host, that may hold a secret. They are neither
+#: compared nor printed. NCCL_IB_PKEY is a partition number, not a key.
 _SECRET_NAME = re.compile(r"AUTH|CRED|(?<!IB_P)KEY|LICENSE|PASS|PWD|SECRET|TOKEN", re.I)
 _SECRET_VALUE = re.compile(r"://[^/]*@")
 
 
 @dataclass(frozen=True)
 class Build:
-    """Versions, and what this installation was built with.
+    """Versions and build options of this installation.
 
     Attributes:
-        built_for: the torch that apex was built for.
+        built_for: the torch version that apex was built for.
         torch_cuda: the CUDA version that torch was built for; None for a CPU build.
-        cuda_reason, nccl_reason: why these parts were built, or not.
+        cuda_reason, nccl_reason: why these parts were built or left out.
     """
 
     apex: str
@@ -58,13 +59,13 @@ class Build:
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs that the system has, and those that torch can use.
+    """GPUs that the system has, and GPUs that torch can use.
 
     Attributes:
-        device_files: how many /dev/nvidia<number> there are.
-        names: of those that torch sees.
-        own: the index of the one that this rank takes: its local rank; None: there is none.
-        uuid: of that one.
+        device_files: the number of files /dev/nvidia<number>.
+        names: of the GPUs that torch sees.
+        own: the index of this rank's GPU, chosen by its local rank; None if there is no GPU.
+        uuid: of this rank's GPU.
     """
 
     device_files: int
@@ -78,14 +79,14 @@ class Processors:
     """The cores of this process.
 
     Attributes:
-        online: of the host.
-        affinity: the numbers of those that this process may run on.
-        quota: how many cores of time its control group has; None: no limit.
-        threads: of torch's CPU operators in this process.
+        online: the number of cores of the host.
+        affinity: the numbers of the cores that this process may run on.
+        quota: the CPU limit of its cgroup, in cores; None if unlimited.
+        threads: the number of threads of torch's CPU operators in this process.
         capability: the instruction set of these operators.
-        governor: of the frequency; None where the system does not say, or where the processor
-            chooses its frequency itself.
-        load: the mean number of runnable processes in the last minute.
+        governor: the frequency governor; None where the system does not report it, or where the
+            processor chooses its frequency itself.
+        load: the load average of the last minute.
     """
 
     online: int
@@ -99,12 +100,12 @@ class Processors:
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes.
+    """Memory sizes, in bytes.
 
     Attributes:
-        limit: of the control group; None: no limit below that of the host.
+        limit: of the cgroup; None if it is not below the memory of the host.
         available: without swapping, within the limit.
-        shm: the size of /dev/shm; None: there is none.
+        shm: the size of /dev/shm; None if it does not exist.
     """
 
     total: int
@@ -116,11 +117,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Limits:
-    """What ``ulimit`` shows; None: no limit.
+    """The limits that ``ulimit`` shows; None means unlimited.
 
     Attributes:
         open_files, most_open_files: the soft and the hard limit.
-        file_bytes: the size of a file. Shared memory counts as a file.
+        file_bytes: the largest file size. Shared memory counts as a file.
     """
 
     open_files: int | None
@@ -133,10 +134,10 @@ class Place:
     """Where a rank runs.
 
     Attributes:
-        host: its name.
-        boot: identifies the running system, also from inside a container.
-        processes: its namespace of process numbers; ranks share memory only within one.
-        addresses: its namespace of network addresses.
+        host: the host name.
+        boot: identifies the running kernel, also from inside a container.
+        processes: the PID namespace. Ranks can share memory only within one.
+        addresses: the network namespace.
     """
 
     rank: int
@@ -147,13 +148,13 @@ class Place:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for ranks that the engine takes for ranks of one host."""
+        """Equal for ranks that the engine treats as ranks of one host."""
         return self.boot, self.processes
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts of one rank."""
+    """All facts about one rank."""
 
     place: Place
     build: Build
@@ -168,7 +169,7 @@ class Facts:
 
 
 def gather(environment: Mapping[str, str]) -> Facts:
-    """The facts of this process. Does not block, except for the resolver of host names."""
+    """The facts about this process. Only the lookup of host names may block."""
     cards = network.read_cards()
     host = socket.gethostname()
     variable = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -187,7 +188,7 @@ def gather(environment: Mapping[str, str]) -> Facts:
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that all ranks should have in common."""
+    """The variables that should be equal on all ranks."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -235,7 +236,7 @@ def _gpus(local_rank: int) -> Gpus:
     if count == 0:
         return Gpus(len(files), ())
     names = tuple(torch.cuda.get_device_name(index) for index in range(count))
-    own = local_rank % count  # a rank may see its own GPU only
+    own = local_rank % count  # a rank may see only its own GPU
     return Gpus(len(files), names, own, str(torch.cuda.get_device_properties(own).uuid))
 
 
@@ -281,14 +282,14 @@ def _memory() -> Memory:
     )
 
 
-# --- control groups, of version 1 and 2 ---
+# --- cgroups, versions 1 and 2 ---
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The smallest of this process's groups, in cores; None: no limit.
+    """The smallest CPU limit of this process's cgroups, in cores; None if unlimited.
 
     Args:
-        root: has ``proc`` and ``sys``.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     quotas = []
     for folder in _groups(root, "cpu"):
@@ -302,9 +303,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """The smallest limit of this process's groups, and how much of a limit is left, in bytes.
+    """The smallest memory limit of this process's cgroups, and the smallest remainder, in bytes.
 
-    Without a limit version 1 gives one that is larger than any memory.
+    Version 1 reports "unlimited" as a limit that is larger than any memory.
     """
     limits, left = [], []
     for folder in _groups(root, "memory"):
@@ -317,7 +318,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
                 continue
             limits.append(int(limit))
             if usage.isdecimal():
-                # The kernel drops cached files before it runs out of memory.
+                # The kernel evicts cached files before it runs out of memory.
                 statistics = _text(folder / "memory.stat") or ""
                 cached = re.search(rf"^{files} (\d+)$", statistics, re.M)
                 left.append(int(limit) - int(usage) + (int(cached[1]) if cached else 0))
@@ -325,13 +326,13 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's group and of those around it, as far as they can be seen."""
+    """The folders of this process's cgroup and its ancestors, as far as they are visible."""
     mounted = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # Version 1 mounts each controller, or those of a line together, in a folder.
+        # Version 1 mounts each controller, or the controllers of one line together, in a folder.
         for folder in {mounted / controller, mounted / controllers} if controllers else {mounted}:
             parts = [part for part in path.split("/") if part not in ("", "..")]
             for depth in range(len(parts), -1, -1):

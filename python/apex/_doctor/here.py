@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two processes on this host measure all-reduces.
+"""Measures all-reduces between two processes on this host.
 
-Each is started as ``python -m apex._doctor.here RANK FOLDER TIMEOUT_S BACKEND...``. Rank 0 appends
-a line to a file for each backend, so that what was measured before a failure is kept.
+Each process is started as ``python -m apex._doctor.here RANK FOLDER TIMEOUT_S BACKEND...``. Rank 0
+appends a line to a file after each backend, so results measured before a failure are kept.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import torch.distributed as dist
 from apex._doctor import measure
 
 _RESULTS = "results"
-#: The reason in the warning of the backend `apex`.
+#: Extracts the reason from the warning of the backend `apex`.
 _NOT_SHARED = re.compile(r"apex: the ranks talk through the process group, since (.*); APEX_HOST_")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What two processes have measured.
+    """The measurements of the two processes.
 
     Attributes:
-        measured: by backend; those before a failure.
-        not_shared: why the backend `apex` did not share memory, as its warning says; or None.
-        problem: why not all backends were measured, in one line; None: they were.
+        measured: one result per backend, up to a failure.
+        not_shared: why the backend `apex` did not share memory, from its warning; or None.
+        problem: why some backends were not measured, in one line; None if all were.
     """
 
     measured: tuple[measure.AllReduce, ...]
@@ -47,10 +47,10 @@ class Outcome:
 
 
 def run(backends: Sequence[str], timeout_s: float) -> Outcome:
-    """Starts the processes and waits for them; they are killed after ``timeout_s``.
+    """Start the processes and wait for them. They are killed after ``timeout_s``.
 
-    A signal that would end this process does so when theirs are killed and the files deleted. Only
-    the main thread may call this.
+    A signal that would end this process takes effect after the processes are killed and their files
+    deleted. Only the main thread may call this.
     """
     caught: list[int] = []
     handlers = {
@@ -74,7 +74,7 @@ def _run(backends: Sequence[str], timeout_s: float, caught: Sequence[int]) -> Ou
         with contextlib.ExitStack() as stack:
             try:
                 for rank in (0, 1):
-                    # An error may be longer than a pipe holds.
+                    # A file, because an error may be longer than the buffer of a pipe.
                     file = stack.enter_context((folder / f"output{rank}").open("wb"))
                     arguments = [str(rank), name, str(timeout_s), *backends]
                     processes.append(
@@ -113,8 +113,8 @@ def _run(backends: Sequence[str], timeout_s: float, caught: Sequence[int]) -> Ou
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, caught: Sequence[int]
 ) -> list[int | None]:
-    """The exit codes when all have ended, or one with an error, or the time is over, or when a
-    signal was caught.
+    """Wait until all processes have ended, one has failed, the time is over or a signal was caught.
+    Return the exit codes.
     """
     until = time.monotonic() + timeout_s
     while True:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of a job compare what they are, and measure the links between them.
+"""Compares the ranks of a job, and measures the links between them.
 
-Facts travel through the store that the launcher names, before there is a Gloo group: they may
-explain why there cannot be one.
+The facts are exchanged through the launcher's store, before a Gloo group exists, because they may
+explain why no such group can be created.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from apex._doctor.facts import Facts
 from apex._doctor.rules import PREVENTS_GLOO
 from apex._doctor.self_test import SelfTest
 
-#: On one host every pair of so many ranks is measured; among more, none.
+#: On one host, all pairs are measured up to this number of ranks. Beyond it, none is.
 MOST_LOCAL_RANKS = 8
-#: Between hosts; with more than 64 hosts not every pair is measured, but every host is.
+#: Between hosts. Beyond 64 hosts not every pair is measured, but every host is.
 MOST_ROUNDS = 63
-#: How long rank 0 waits for what other ranks do after a failure.
+#: How long rank 0 waits for other ranks after a failure.
 GRACE_S = 1.0
-#: Pairs that are measured again before one of them is called slow.
+#: How many suspect pairs are measured again before they are reported as slow.
 MOST_AGAIN = 12
 _MOST = 999_999_999
 _FAILED = "Gloo, or a measurement, failed on"
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 class JobError(Exception):
-    """This rank cannot take part in the job; the message is one sentence."""
+    """This rank cannot take part in the job. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What each rank reports first."""
+    """The first report of each rank."""
 
     facts: Facts
     self_tests: Sequence[SelfTest]
@@ -59,10 +59,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the whole job.
+    """The result for the whole job.
 
     Attributes:
-        problem: why not everything was measured, in one sentence; None: it was.
+        problem: why some measurements are missing, in one sentence; None if none is.
     """
 
     records: Sequence[Record]
@@ -74,12 +74,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0 decides that all measure.
+    """The measurements that rank 0 chooses for all ranks.
 
     Attributes:
-        rounds: of pairs; those of one round at the same time.
-        backends: for all-reduces.
-        one_host: of all ranks.
+        rounds: lists of pairs. The pairs of one round are measured at the same time.
+        backends: the backends whose all-reduces are measured.
+        one_host: whether all ranks are on one host.
     """
 
     rounds: Rounds
@@ -88,10 +88,10 @@ class Plan:
 
 
 def is_job(environment: Mapping[str, str]) -> bool:
-    """Whether WORLD_SIZE and RANK describe a rank of several.
+    """Whether WORLD_SIZE and RANK describe one rank of several.
 
     Raises:
-        JobError: if these variables or LOCAL_RANK have values that cannot be.
+        JobError: if these variables or LOCAL_RANK have invalid values.
     """
     world = _number(environment, "WORLD_SIZE", 1, _MOST)
     if "WORLD_SIZE" not in environment:
@@ -120,16 +120,16 @@ def _number(
 
 
 def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outcome | None:
-    """On rank 0 what it has learned, on others None.
+    """Examine the job. Returns the outcome on rank 0, None on other ranks.
 
-    Collective over the ranks of the job. A step that gets no answer ends after three times
-    ``timeout_s`` at most. A rank that fails to measure reports that to rank 0 and returns: a
-    launcher ends all ranks when one ends with an error.
+    Collective over the ranks of the job. A step without an answer ends after at most three times
+    ``timeout_s``. A rank that fails to measure reports this to rank 0 and returns normally, because
+    launchers end all ranks when one ends with an error.
 
     Raises:
-        JobError: if MASTER_ADDR or MASTER_PORT is wrong, or the store of rank 0 or of the launcher
-            does not answer; on ranks other than 0 also without a plan from rank 0, if two processes
-            have the same rank, or if WORLD_SIZE differs.
+        JobError: if MASTER_ADDR or MASTER_PORT is wrong, or if the store of rank 0 or of the
+            launcher does not answer. On ranks other than 0 also if rank 0 sends no plan, if two
+            processes have the same rank, or if WORLD_SIZE differs.
     """
     rank, world = mine.facts.place.rank, int(environment["WORLD_SIZE"])
     store = _connect(environment, rank, timeout_s)
@@ -147,15 +147,15 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
         one_host = decided is not None and decided.one_host
         return Outcome(records, measured, links, pairs.slow(links, one_host), problem)
     if problem is not None:
-        time.sleep(GRACE_S)  # rank 0 prints before the launcher ends it
+        time.sleep(GRACE_S)  # rank 0 must print before the launcher ends it
         raise JobError(problem)
     return None
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """The result of ``call``; RuntimeError if it takes longer, and then it is left running.
+    """The result of ``call``. Raises RuntimeError if it takes longer; the call continues to run.
 
-    Requests to torch's store have no timeout while its server is stopped, or is no store at all.
+    Requests to torch's store have no timeout if its server is stopped or is not a store at all.
     """
     result: futures.Future[T] = futures.Future()
 
@@ -175,21 +175,26 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 def _agree(
     store: dist.Store, mine: Record, world: int, timeout_s: float
 ) -> tuple[Sequence[Record], Plan | None, str | None]:
-    """All records, on rank 0; the plan, or None; why there is none, or a conflict."""
+    """Exchange records and a plan.
+
+    Returns the records (on rank 0), the plan or None, and a reason if there is no plan or a
+    conflict.
+    """
     leads, conflict = _join(store, mine.facts, world)
     _put(store, f"record/{mine.facts.place.rank}", mine)
     if not leads:
         store.wait(["plan"], datetime.timedelta(seconds=2 * timeout_s))
         decided = _get(store, "plan")
         store.add("joined", -1)
-        # With a plan the other ranks measure, so this one does as well, unless it is too many.
+        # The other ranks have a plan and will measure, so this rank must too, unless it is
+        # a duplicate.
         return [], decided, conflict if decided is not None else _conflict(store)
     records = _collect(store, world, timeout_s)
     case = Case([record.facts for record in records])
     problem = _conflict(store) or _why_not(case, world, timeout_s)
     decided = None if problem else plan(case.ranks)
     _put(store, "plan", decided)
-    # The store may end with this process.
+    # Other ranks may still use the store, which may end with this process.
     until = time.monotonic() + timeout_s
     while decided is None and store.add("joined", 0) > 0 and time.monotonic() < until:
         time.sleep(0.02)
@@ -197,7 +202,7 @@ def _agree(
 
 
 def _join(store: dist.Store, mine: Facts, world: int) -> tuple[bool, str | None]:
-    """Whether this process makes the plan, and a conflict that it has reported."""
+    """Whether this process is the one that makes the plan, and a conflict that it has reported."""
     rank, conflict = mine.place.rank, None
     size = store.compare_set("world", "", f"{world} on rank {rank}").decode()
     is_first = store.add(f"processes/{rank}", 1) == 1
@@ -225,7 +230,7 @@ def _conflict(store: dist.Store) -> str | None:
 def _measure(
     decided: Plan, store: dist.Store, mine: Facts, world: int, timeout_s: float
 ) -> tuple[list[measure.AllReduce], list[pairs.Pair], str | None]:
-    """What was measured, and why it failed (on rank 0), or a conflict."""
+    """The measurements, and why they failed (on rank 0), or a conflict."""
     rank = mine.place.rank
     try:
         _within(
@@ -257,7 +262,7 @@ def _measure(
 
 
 def _why_not(case: Case, world: int, timeout_s: float) -> str | None:
-    """Why a Gloo group cannot be made, in one sentence; None: it can."""
+    """Why a Gloo group cannot be created, in one sentence; None if it can."""
     absent = set(range(world)) - {facts.place.rank for facts in case.ranks}
     if absent:
         return f"{ranks_text(absent)} of {world} did not come within {timeout_s:g} s"
@@ -267,14 +272,14 @@ def _why_not(case: Case, world: int, timeout_s: float) -> str | None:
 
 
 def plan(ranks: Sequence[Facts]) -> Plan:
-    """For all ranks of a job."""
+    """The measurement plan for all ranks of a job."""
     first_of: dict[tuple[str, str], int] = {}
     for facts in ranks:
         first_of.setdefault(facts.place.key, facts.place.rank)
     if len(first_of) > 1:
         rounds = pairs.rounds(list(first_of.values()))[:MOST_ROUNDS]
     elif len(ranks) <= MOST_LOCAL_RANKS:
-        # Pairs of one host share its cores and memory.
+        # Pairs of one host share its cores and memory, so each round has one pair.
         rounds = [[both] for both in itertools.combinations(range(len(ranks)), 2)]
     else:
         rounds = []
@@ -289,7 +294,7 @@ def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dis
     if not address or not environment.get("MASTER_PORT"):
         raise JobError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT")
     port = _number(environment, "MASTER_PORT", 1, 65535)
-    # torchrun's agent keeps the store of its ranks.
+    # torchrun's agent hosts the store of its ranks.
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     make = partial(
         dist.TCPStore,
@@ -303,7 +308,7 @@ def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dis
     try:
         store = _within(3 * timeout_s, partial(make, is_master=is_master))
     except RuntimeError as error:
-        if is_master:  # another process of rank 0 may have the port
+        if is_master:  # another process with rank 0 may own the port
             with contextlib.suppress(RuntimeError):
                 store = _within(GRACE_S, partial(make, is_master=False))
         if store is None:
@@ -316,11 +321,11 @@ def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dis
 
 
 def _collect(store: dist.Store, world: int, timeout_s: float) -> list[Record]:
-    """In the order of ranks; without those that do not come in time."""
+    """Records in rank order, without the ranks that do not report in time."""
     found = []
     until = time.monotonic() + timeout_s
     for rank in range(world):
-        # Ranks after one that is absent may have come.
+        # Ranks after an absent one may have reported.
         while not store.check([f"record/{rank}"]) and time.monotonic() < until:
             time.sleep(0.02)
         if store.check([f"record/{rank}"]):
@@ -337,7 +342,7 @@ def _all_reduce(backend: str, mine: Facts, timeout_s: float) -> measure.AllReduc
 
 
 def _measure_pairs(decided: Plan) -> list[pairs.Pair]:
-    """All of them, on every rank."""
+    """The measurements of all pairs, on every rank."""
     found: dict[pairs.Ranks, pairs.Pair] = {}
     _measure_rounds(decided.rounds, found)
     blamed = [set(one.ranks) for one in pairs.slow(list(found.values()), decided.one_host)]
@@ -358,9 +363,9 @@ def _measure_rounds(rounds: Rounds, found: dict[pairs.Ranks, pairs.Pair]) -> Non
 
 
 def _failure(store: dist.Store, rank: int, world: int, text: str) -> str | None:
-    """Reports an error; returns a conflict, or on rank 0 the errors of all ranks.
+    """Report an error. Returns a conflict, or on rank 0 the errors of all ranks.
 
-    A failure on one rank soon is one on all: the others are given time to report theirs.
+    A failure on one rank soon becomes a failure on all, so rank 0 gives the others time to report.
     """
     store.set(f"error/{rank}", text)
     if rank != 0:
@@ -379,7 +384,7 @@ def _put(store: dist.Store, key: str, value: object) -> None:
 
 
 def _get(store: dist.Store, key: str) -> Any:
-    """From a rank of the same job."""
+    """A value that a rank of the same job has stored, so unpickling it is safe."""
     return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 

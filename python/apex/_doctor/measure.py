@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Latency and bandwidth of all-reduces, and of messages between two ranks.
 
-Every rank of a group runs the same number of repetitions, which the slowest rank decides: a rank
-that ran one more would wait for the others indefinitely.
+Every rank of a group runs the same number of repetitions, which the slowest rank determines. A rank
+with one more repetition would wait for the others indefinitely.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from apex._doctor.pairs import Pair, Ranks
 LATENCY_BYTES = 4 << 10
 BANDWIDTH_BYTES = 32 << 20
 MESSAGE_BYTES = 4 << 20
-#: How long the repetitions of one measurement may take.
+#: The time limit for the repetitions of one measurement.
 BUDGET_S = 0.3
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Of float32 tensors, on one rank.
+    """An all-reduce of float32 tensors, measured on one rank.
 
     Attributes:
-        latency_s: the median for LATENCY_BYTES.
-        bytes_per_s: BANDWIDTH_BYTES by their median: the size of the tensor, not what is sent.
+        latency_s: the median time for LATENCY_BYTES.
+        bytes_per_s: BANDWIDTH_BYTES divided by their median time. This is the size of the tensor,
+            not the number of bytes sent.
         shares_memory: whether the backend `apex` uses shared memory; None for other backends.
     """
 
@@ -44,14 +45,14 @@ class AllReduce:
 
 
 def all_reduce(backend: str, device: torch.device, timeout_s: float) -> AllReduce:
-    """Makes a group of all ranks with ``backend`` and measures it.
+    """Create a group of all ranks with ``backend`` and measure it.
 
-    Collective over the default group, which is Gloo's; blocks.
+    Collective over the default group, which must be a Gloo group. Blocks.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    # torch ends the process when NCCL's timeout expires.
+    # None for NCCL, because torch ends the process when NCCL's timeout expires.
     group = dist.new_group(backend=backend, timeout=None if backend == "nccl" else timeout)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes connections
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # establishes the connections
     medians = []
     for size in (LATENCY_BYTES, BANDWIDTH_BYTES):
         tensor = torch.zeros(size // 4, device=device)
@@ -72,7 +73,7 @@ def _median_s(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    # The first call is not counted: memory is touched for the first time.
+    # The first call is not counted, because it touches the memory for the first time.
     slowest = torch.tensor([timed()], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return statistics.median(timed() for _ in range(_repetitions(float(slowest), 300)))
@@ -83,9 +84,10 @@ def _repetitions(one_s: float, most: int) -> int:
 
 
 def pair(ranks: Ranks) -> Pair:
-    """Times messages both ways between this rank and the other one of ``ranks``, over Gloo.
+    """Time messages in both directions between this rank and the other rank of ``ranks``, over
+    Gloo.
 
-    Blocks, for the timeout of the default group at most.
+    Blocks, at most for the timeout of the default group.
     """
     is_first = dist.get_rank() == ranks[0]
     other = ranks[1] if is_first else ranks[0]
@@ -109,6 +111,6 @@ def pair(ranks: Ranks) -> Pair:
         return sorted(one_way_s(message) for _ in range(int(count)))
 
     small = times_s(8, 200)
-    # A median would be that of the scheduler, where other programs share the cores.
+    # Where other programs share the cores, the median would measure the scheduler instead.
     latency_s = small[len(small) // 10]
     return Pair(ranks, latency_s, MESSAGE_BYTES / statistics.median(times_s(MESSAGE_BYTES, 20)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The network cards of this host, and which of them Gloo takes.
+"""The network interfaces of this host, and the ones that Gloo uses.
 
-torch's Gloo takes the cards that ``GLOO_SOCKET_IFNAME`` names, with the first address of each. If
-the variable is not set, it takes the first address of the host name that it can bind a socket to;
-if there is none, 127.0.0.1 (``ProcessGroupGloo::createDefaultDevice``).
+torch's Gloo uses the interfaces that ``GLOO_SOCKET_IFNAME`` names, with the first address of each.
+If the variable is not set, it uses the first address of the host name that it can bind a socket to.
+If there is none, it uses 127.0.0.1 (``ProcessGroupGloo::createDefaultDevice``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Card:
 
     Attributes:
         name: as in ``GLOO_SOCKET_IFNAME``.
-        addresses: IPv4 before IPv6, the order in which Gloo looks at them.
-        speed_mbit: as the driver reports it; None: it reports none.
+        addresses: IPv4 before IPv6, the order in which Gloo tries them.
+        speed_mbit: the speed that the driver reports; None if it reports none.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Card:
 
 @dataclass(frozen=True)
 class GlooCard:
-    """One that Gloo takes.
+    """An interface that Gloo uses.
 
     Attributes:
-        name: None if no card has the address.
-        address: None if no card has that name, or the card has no address: Gloo raises then.
+        name: None if no interface has the address.
+        address: None if no interface has that name, or if it has no address. Gloo raises then.
     """
 
     name: str | None
@@ -60,11 +60,12 @@ class GlooCard:
 
 @dataclass(frozen=True)
 class GlooChoice:
-    """What Gloo takes, and why.
+    """The interfaces that Gloo uses, and how it chose them.
 
     Attributes:
-        why: ``"GLOO_SOCKET_IFNAME"``, ``"host name"``, or ``"no address"``: the host name has no
-            address of this host.
+        why: ``"GLOO_SOCKET_IFNAME"``, ``"host name"``, or ``"no address"`` if the host name
+        resolves
+            to no address of this host.
         cards: several only if ``GLOO_SOCKET_IFNAME`` names several.
     """
 
@@ -77,11 +78,11 @@ def is_loopback(address: str) -> bool:
 
 
 def choose(cards: Sequence[Card], variable: str, usable: Sequence[str]) -> GlooChoice:
-    """What Gloo takes.
+    """The interfaces that Gloo would use.
 
     Args:
         variable: the value of ``GLOO_SOCKET_IFNAME``, or ``""``.
-        usable: addresses of the host name to which a socket can be bound, in their order.
+        usable: the addresses of the host name that a socket can bind to, in resolver order.
     """
     if len(variable) > 1:  # Gloo ignores a name of one letter
         by_name = {card.name: card for card in cards}
@@ -99,7 +100,7 @@ def choose(cards: Sequence[Card], variable: str, usable: Sequence[str]) -> GlooC
 
 
 def usable_addresses(host_name: str) -> tuple[str, ...]:
-    """Addresses of ``host_name`` that are this host's. Asks the resolver, which may block."""
+    """Addresses of ``host_name`` that belong to this host. The resolver may block."""
     try:
         found = socket.getaddrinfo(host_name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

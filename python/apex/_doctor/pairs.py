@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who measures with whom, and which pair is slow: pure functions."""
+"""The schedule of pairwise measurements, and the detection of slow pairs. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-#: A pair is slow if its bandwidth is below the median by this factor, between hosts or in one host,
+#: A pair is slow if its bandwidth is below the median divided by this factor (BANDWIDTH_FACTOR
+#: between hosts, LOCAL_BANDWIDTH_FACTOR on one host).
 BANDWIDTH_FACTOR = 2.0
 LOCAL_BANDWIDTH_FACTOR = 4.0
-#: or, between hosts, its latency above the median by this factor, and by so many seconds. The
-#: latency between processes of one host is that of the scheduler.
+#: Between hosts, a pair is also slow if its latency is above the median times this factor and
+#: exceeds it by LATENCY_EXCESS_S. On one host the latency is that of the scheduler.
 LATENCY_FACTOR = 4.0
 LATENCY_EXCESS_S = 100e-6
-#: With fewer pairs there is no saying which of them is the slow one.
+#: With fewer pairs, the slow one cannot be identified.
 FEWEST_PAIRS = 3
 
 Ranks = tuple[int, int]
@@ -22,10 +23,10 @@ Ranks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pair:
-    """A measurement between two ranks, the smaller one first.
+    """A measurement between two ranks, the smaller rank first.
 
     Attributes:
-        latency_s: of a message of a few bytes, one way, of which a tenth were faster.
+        latency_s: of a message of a few bytes, one way; the 10th percentile.
         bytes_per_s: of a large message, one way.
     """
 
@@ -36,13 +37,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Slow:
-    """What is slow: a pair, or one rank with all its peers.
+    """A slow pair, or a rank that is slow with all its peers.
 
     Attributes:
-        ranks: two, or one.
+        ranks: two ranks for a pair, one for a slow rank.
         quantity: ``"bandwidth"`` (in bytes per second) or ``"latency"`` (in seconds).
-        value: of the pair; of a rank, its best one.
-        median: of the pairs that it is compared with.
+        value: of the pair; for a rank, of its best pair.
+        median: of the pairs that the value is compared with.
     """
 
     ranks: tuple[int, ...]
@@ -52,13 +53,14 @@ class Slow:
 
 
 def rounds(ranks: Sequence[int]) -> list[list[Ranks]]:
-    """Every pair of ``ranks`` once, in rounds of pairs that have no rank in common.
+    """Every pair of ``ranks`` once, in rounds of disjoint pairs.
 
-    The circle method for round-robin tournaments: one stays, the others move on by a place.
+    This is the circle method for round-robin tournaments: one rank stays in place, and the others
+    rotate by one position.
     """
     circle: list[int | None] = [*ranks]
     if len(circle) % 2:
-        circle.append(None)  # whose partner waits
+        circle.append(None)  # a rank paired with None waits
     half = len(circle) // 2
     found = []
     for _ in range(len(circle) - 1):
@@ -69,7 +71,7 @@ def rounds(ranks: Sequence[int]) -> list[list[Ranks]]:
 
 
 def better(first: Pair, second: Pair) -> Pair:
-    """Of two measurements of a pair: what disturbs one only makes it slower."""
+    """The better values of two measurements of one pair. A disturbance only makes a pair slower."""
     return Pair(
         first.ranks,
         min(first.latency_s, second.latency_s),
@@ -78,7 +80,7 @@ def better(first: Pair, second: Pair) -> Pair:
 
 
 def slow(pairs: Sequence[Pair], one_host: bool = False) -> list[Slow]:
-    """Ranks that are slow with all their peers, and then pairs that are slow among the others."""
+    """Ranks that are slow with all their peers, then slow pairs among the other ranks."""
     factor = LOCAL_BANDWIDTH_FACTOR if one_host else BANDWIDTH_FACTOR
     found = _slow(
         pairs,
@@ -96,7 +98,7 @@ def slow(pairs: Sequence[Pair], one_host: bool = False) -> list[Slow]:
         min,
         lambda value, median: value > LATENCY_FACTOR * median + LATENCY_EXCESS_S,
     )
-    # A slow link delays small messages as well: it is named once.
+    # A slow link delays small messages also, so each link is reported once.
     named = [set(one.ranks) for one in found]
     return found + [
         one
@@ -118,7 +120,8 @@ def _slow(
     for rank in sorted({rank for pair in pairs for rank in pair.ranks}):
         own = [value_of(pair) for pair in pairs if rank in pair.ranks]
         others = [value_of(pair) for pair in pairs if rank not in pair.ranks]
-        # The median of all pairs would not do: of three hosts, one slow one has two pairs of three.
+        # Not the median of all pairs: with three hosts, two of the three pairs include the slow
+        # one.
         if len(own) > 1 and others and is_slow(best(own), statistics.median(others)):
             found.append(Slow((rank,), quantity, best(own), statistics.median(others)))
     slow_ranks = {rank for one in found for rank in one.ranks}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the doctor has found, as text and as JSON."""
+"""The doctor's findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from apex._doctor.case import Case, Recommendation, ranks_text
 from apex._doctor.facts import Facts
 from apex._doctor.rules import recommend
 
-#: Of more pairs the slowest are shown.
+#: If there are more pairs, only the slowest are shown.
 MOST_PAIRS = 28
 _WIDTH = 13
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is printed.
+    """Everything that is printed.
 
     Attributes:
         case: facts and measurements.
-        pairs: those of a job that were measured.
-        problems: why something was not measured; empty: everything was.
+        pairs: the measured pairs of a job.
+        problems: why measurements are missing; empty if none is.
         recommendations: at most five.
     """
 
@@ -44,8 +44,8 @@ def make(case: Case, links: Sequence[pairs.Pair], problems: Sequence[str]) -> Re
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Of plain types: ``ranks``, ``self_tests``, ``all_reduces``, ``pairs``, ``slow``,
-    ``problems`` and ``recommendations``.
+    """The report in plain types. Keys: ``ranks``, ``self_tests``, ``all_reduces``, ``pairs``,
+    ``slow``, ``problems`` and ``recommendations``.
     """
     case = report.case
     return {
@@ -77,7 +77,7 @@ def as_text(report: Report) -> str:
 
 
 def printable(line: str) -> str:
-    """With escapes for control characters: values of variables may have newlines."""
+    """Escape control characters, because values of variables may contain newlines."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 

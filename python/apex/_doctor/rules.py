@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What to change, from facts and measurements: pure functions.
+"""Rules that derive recommendations from facts and measurements. Pure functions.
 
-A rule looks at a :class:`apex._doctor.case.Case` and gives a recommendation, or None. RULES has
-them by importance.
+A rule takes a :class:`apex._doctor.case.Case` and returns a recommendation or None. RULES lists the
+rules by importance.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MIB = 1 << 20
 
 
 def recommend(case: Case, most: int = MOST) -> list[Recommendation]:
-    """The most important recommendations, the first one first."""
+    """The most important recommendations, most important first."""
     found = [rule(case) for rule in RULES]
     return [one for one in found if one is not None][:most]
 
 
-# --- the rules; JSON shows the name of the one that gives a recommendation ---
+# --- the rules; the name of a rule appears in the JSON output ---
 
 
 def failed_self_test(case: Case) -> Recommendation | None:
@@ -60,7 +60,7 @@ def no_such_card(case: Case) -> Recommendation | None:
 
 
 def loopback_between_hosts(case: Case) -> Recommendation | None:
-    """A rank of another host would connect to its own host."""
+    """A rank of another host would connect to its own host instead."""
     if len({(f.place.boot, f.place.addresses) for f in case.ranks}) < 2:
         return None
     bound = [
@@ -131,7 +131,7 @@ def _different(
         for rank, of_rank in values.items():
             having.setdefault(of_rank.get(name), []).append(rank)
         if len(having) > 1:
-            # The fewest ranks, which are likely to be the wrong ones, come first.
+            # The value with the fewest ranks comes first, because it is likely to be the wrong one.
             groups = sorted(having.items(), key=lambda item: (len(item[1]), item[1]))
             groups_text = ", ".join(f"{_short(value)} on {ranks_text(r)}" for value, r in groups)
             phrases.append(f"{name} ({groups_text})")
@@ -147,7 +147,7 @@ def _short(value: str | None) -> str:
 
 
 def unused_gpus(case: Case) -> Recommendation | None:
-    """Of the first host that has one."""
+    """Reports the first host with unused GPUs."""
     for facts in case.ranks:
         gpus, build = facts.gpus, facts.build
         present = max(gpus.device_files, len(gpus.names))
@@ -169,7 +169,7 @@ def unused_gpus(case: Case) -> Recommendation | None:
 def slow_link(case: Case) -> Recommendation | None:
     own = case.ranks[0].processors
     if not case.slow or (len(case.hosts) == 1 and own.load > own.online):
-        return None  # on a busy host that pair had to wait for a core
+        return None  # on a busy host, the pair had to wait for a core
     name = {facts.place.rank: f"rank {facts.place.rank}" for facts in case.ranks}
     if len(case.hosts) > 1:
         name = {f.place.rank: f"rank {f.place.rank} (host {f.place.host})" for f in case.ranks}
@@ -223,7 +223,7 @@ def too_many_threads(case: Case) -> Recommendation | None:
     for ranks in case.machines:
         cores = _cores(ranks)
         threads = sum(facts.processors.threads for facts in ranks)
-        if threads > max(cores, len(ranks)):  # with one thread each: too_many_ranks
+        if threads > max(cores, len(ranks)):  # with one thread each, too_many_ranks applies
             has = f"{len(ranks)} processes have" if len(ranks) > 1 else "a process has"
             return Recommendation(
                 "too_many_threads",
@@ -298,7 +298,7 @@ def little_memory(case: Case) -> Recommendation | None:
 
 
 def small_shm(case: Case) -> Recommendation | None:
-    """64 MiB is what Docker gives a container."""
+    """Docker gives a container 64 MiB by default."""
     small = [f for f in case.ranks if f.memory.shm is not None and f.memory.shm < 256 * _MIB]
     if not small:
         return None
@@ -323,7 +323,8 @@ def busy_host(case: Case) -> Recommendation | None:
 
 
 def _is_busy(case: Case, facts: Facts) -> bool:
-    """With other programs: ranks of a job have just been started, and import torch."""
+    """Whether other programs use the cores. Ranks of the job do not count: they have just started
+    and are importing torch."""
     own = len(case.hosts[facts.place.key]) if case.is_job else 0
     return facts.processors.load > facts.processors.online + own
 
@@ -365,7 +366,7 @@ def slower_than_gloo(case: Case) -> Recommendation | None:
     if apex is None or gloo is None or not apex.shares_memory:
         return None
     if any(_is_busy(case, facts) for facts in case.ranks):
-        return None  # the measurements say little
+        return None  # a busy host makes the measurements unreliable
     if apex.latency_s < 1.25 * gloo.latency_s and apex.bytes_per_s > gloo.bytes_per_s / 1.25:
         return None
     return Recommendation(
@@ -375,7 +376,7 @@ def slower_than_gloo(case: Case) -> Recommendation | None:
     )
 
 
-#: With one of them a Gloo group of all ranks cannot be made.
+#: If one of these rules applies, a Gloo group of all ranks cannot be created.
 PREVENTS_GLOO = (no_such_card, loopback_between_hosts, same_address_on_two_hosts)
 
 RULES: tuple[Callable[[Case], Recommendation | None], ...] = (
@@ -403,7 +404,7 @@ RULES: tuple[Callable[[Case], Recommendation | None], ...] = (
 
 
 def _cores(ranks: Sequence[Facts]) -> int:
-    """What ranks of one machine may use together: whole cores, at least one."""
+    """The cores that the ranks of one machine may use together: whole cores, at least one."""
     of_container: dict[str, float] = {}
     for facts in ranks:
         quota = facts.processors.quota

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The batch-norm kernels against float64, on this process's device."""
+"""Compares the batch-norm kernels with float64, on this process's device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex.parallel import SyncBatchNorm
 
-#: Largest error by dtype, relative to the largest value of a result: some roundings of the dtype.
+#: Largest error by dtype, relative to the largest value of a result: a few roundings of the dtype.
 TOLERANCES = {
     "float64": 1e-12,
     "float32": 1e-5,
@@ -24,11 +24,11 @@ _EPS, _MOMENTUM = 1e-5, 0.1
 
 @dataclass(frozen=True)
 class SelfTest:
-    """One dtype on one device.
+    """The test of one dtype on one device.
 
     Attributes:
-        error: the largest one of the results, relative to the largest value of a result; None:
-            see ``problem``.
+        error: the largest error of all results, relative to the largest value of a result; None
+            if the test failed with ``problem``.
     """
 
     device: str
@@ -44,9 +44,9 @@ class SelfTest:
 
 
 def batch_norm(device: torch.device, rank: int = 0) -> list[SelfTest]:
-    """One test for each dtype: forward and backward, in both memory formats.
+    """Run one test per dtype: forward and backward, in both memory formats.
 
-    Runs before there is a process group, over which training statistics would be synchronized.
+    Call this before a process group exists, which would synchronize training statistics.
     """
     return [_test(device, name, rank) for name in TOLERANCES]
 
@@ -102,7 +102,7 @@ def _errors(
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, mean and biased variance, by the definition."""
+    """Output, mean and biased variance, computed by their definitions."""
 
     def by_channel(values: Tensor) -> Tensor:
         return values.view(1, -1, 1, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Low-precision types, casting modules to them, and parameters of one type."""
+"""Low-precision dtypes, casts of modules to them, and parameters grouped by dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_low_precision(tensor: torch.Tensor) -> bool:
 
 
 def alike(params: Iterable[Any]) -> list[list[Any]]:
-    """Those of the parameters that have a gradient, by device, type and gradient type."""
+    """The parameters that have a gradient, grouped by device, dtype and gradient dtype."""
     kinds: dict[Any, list[Any]] = {}
     for param in params:
         if param.grad is not None:
@@ -27,10 +27,10 @@ def alike(params: Iterable[Any]) -> list[list[Any]]:
 
 
 def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating parameters, their gradients and buffers of `module` itself to `dtype`.
+    """Cast floating-point parameters, their gradients and buffers of `module` itself to `dtype`.
 
-    In place; children are left alone, parameters and buffers keep their identity: other modules may
-    hold them, too.
+    The cast is in place. Child modules are not changed. Parameters and buffers keep their identity,
+    because other modules may share them.
     """
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
@@ -43,9 +43,10 @@ def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_modules(network: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """:func:`convert_module` for all of `network`, but for affine batch norm if `keep_batchnorm`.
+    """Apply :func:`convert_module` to all of `network`.
 
-    Weights of recurrent modules are laid out contiguously again.
+    With `keep_batchnorm`, affine batch norms are left as they are. The weights of recurrent modules
+    are made contiguous again.
     """
     for module in network.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lists of tensors as one flat tensor, and back: Apex's ``apex_C``."""
+"""Flatten lists of tensors and unflatten them again, as Apex's ``apex_C`` does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """A new tensor, ``[elements]``, of the elements of all tensors in their order.
+    """A new tensor, ``[elements]``, with the elements of all tensors in order.
 
-    Tensors of one type and device.
+    All tensors must have the same dtype and device.
     """
     return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views of the beginning of `coalesced`, ``[elements]``, with the shapes of `bucket`."""
+    """Views into `coalesced`, ``[elements]``, with the shapes of `bucket`, from its start on."""
     views, offset = [], 0
     for tensor in bucket:
         views.append(coalesced[offset : offset + tensor.numel()].view(tensor.shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How process groups of Python become those of the engine."""
+"""Maps process groups of Python to names under which the engine finds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What the engine finds each group by. Weak: a group ends with its last reference.
+# The registered name of each group. Weak, so that this table does not keep a group alive.
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
@@ -18,11 +18,10 @@ _numbers = itertools.count()
 def name_of(group: dist.ProcessGroup) -> str:
     """The name by which the engine finds ``group`` in c10d's registry.
 
-    The group itself crosses the boundary once, as an argument of an operator, which registers it
-    where c10d does not know it, or another one, by its name (as with backends of torchcomms). A
-    group that was destroyed is not registered again: the engine says that it is not there. A
-    subclass of ``ProcessGroup`` that is written in Python need not be known to torch.distributed at
-    all; it is registered for as long as it lives.
+    An operator takes the group as an argument once and registers it in C++ if its name is unknown
+    to c10d or belongs to another group (as with backends of torchcomms). A destroyed group is not
+    registered again; the engine reports that it is missing. A subclass of ``ProcessGroup`` written
+    in Python need not be known to torch.distributed; it stays registered for its lifetime.
     """
     name = _names.get(group)
     if name is not None:
@@ -33,7 +32,7 @@ def name_of(group: dist.ProcessGroup) -> str:
         return group.group_name if type(group) is dist.ProcessGroup else _register(group)
     jit: Any = torch._C
     tracing = jit._get_tracing_state()
-    jit._set_tracing_state(None)  # a group is no value of a graph of torch.jit.trace
+    jit._set_tracing_state(None)  # torch.jit.trace cannot record a group as a value
     try:
         registered: str = torch.ops.apex.process_group_name(group.boxed())
     finally:
@@ -43,10 +42,10 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def _register(group: dist.ProcessGroup) -> str:
-    """Gives a group that is written in Python a name in c10d's registry, which C++ asks.
+    """Register a group written in Python in c10d's registry, where C++ looks it up.
 
-    Not by an operator as above: to C++ it is an object that calls Python's methods, and the class
-    may have methods of that name of its own.
+    The operator above cannot do this. C++ sees an object whose methods call Python, and the class
+    may define methods of the same name itself.
     """
     registry: Any = torch._C._distributed_c10d
     name = f"apex/python/{next(_numbers)}"

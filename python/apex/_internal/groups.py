@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Process groups: finding them, naming them for the engine, and ending them."""
+"""Find, name and destroy process groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from apex import _core
 
 
 def world_group() -> dist.ProcessGroup:
-    """The default group, which is there as soon as torch.distributed is initialized."""
+    """The default group, which exists once torch.distributed is initialized."""
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
-#: The groups that a fork has copied into this process: it is no rank of them.
+#: Groups that a fork copied into this process. This process is not a rank of them.
 _of_parent: list[Any] = []
 
 
@@ -35,7 +35,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def require_own_process(group: Any, who: str) -> None:
-    """Raises RuntimeError in a process that was forked since ``group`` was made."""
+    """Raise RuntimeError if this process was forked after ``group`` was created."""
     if any(group is one for one in _of_parent):
         raise RuntimeError(
             f"{who}: this process was forked from the one that made the communicator, and is no "
@@ -49,7 +49,7 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     Raises:
         RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
     """
-    # Before anything is asked of it: the child has none of its threads, and would wait for them.
+    # This comes first: a forked child has none of the group's threads, and would wait for them.
     require_own_process(process_group or dist.group.WORLD, who)
     if not dist.is_initialized():
         raise RuntimeError(
@@ -61,7 +61,8 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
         )
     if process_group is None:
         return world_group()
-    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns there
+    # what new_group() returns to non-members
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if process_group is not_a_member:
         raise RuntimeError(
             f"{who}: rank {dist.get_rank()} is not a member of the process group it was given; "
@@ -76,7 +77,7 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
 
 
 def backends_of(group: dist.ProcessGroup) -> str:
-    """The names of its backends; empty for one that is written in Python, which has none."""
+    """The group's backend configuration; empty for a group written in Python, which has none."""
     try:
         return str(dist.get_backend_config(group))
     except (KeyError, TypeError, ValueError):  # torch.distributed does not know it
@@ -84,7 +85,8 @@ def backends_of(group: dist.ProcessGroup) -> str:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Any:
-    """Equal for groups over the same ranks; for one that is written in Python, the group itself."""
+    """A value that is equal for groups over the same ranks: their ranks, or the group itself if it
+    is written in Python."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -95,14 +97,14 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors on ``device``; empty if none does."""
     try:
         return str(group._get_backend(device).name())
-    except RuntimeError:  # no backend for that device, or a group that is written in Python
+    except RuntimeError:  # no backend for that device, or a group written in Python
         return ""
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """The timeout of a group's collectives; None, the default, if its backend does not tell."""
+    """The timeout of a group's collectives; None, the default, if its backend reports none."""
     for device in group._device_types:
-        if backend_name(group, device) == "apex":  # whose options torch does not show in Python
+        if backend_name(group, device) == "apex":  # torch does not expose its options in Python
             return datetime.timedelta(milliseconds=_core.host_backend_timeout(group.group_name))
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -113,17 +115,17 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 
 # Note [Communicators that are split]
 #
-# If the default group is bound to a device (``init_process_group(device_id=...)``), torch makes new
-# NCCL communicators by ncclCommSplit:
-# - All ranks of the communicator that is split have to call it. ``new_group()`` splits that of the
-#   default group, with ``use_local_synchronization=True`` as well, so the members of a subgroup
-#   alone would wait for all other ranks. ``split_group()`` splits that of any group.
-# - No collective may be outstanding on it, on any rank. The broadcast of the parameters may be,
-#   since NCCL's collectives do not block the host.
+# If the default group is bound to a device (``init_process_group(device_id=...)``), torch creates
+# new NCCL communicators by ncclCommSplit. This has two requirements:
+# - All ranks of the parent communicator must call it. ``new_group()`` splits the default group's
+#   communicator, also with ``use_local_synchronization=True``. If only the members of a subgroup
+#   called it, they would wait for all other ranks. ``split_group()`` splits any group's.
+# - No collective may be outstanding on the parent, on any rank. The broadcast of the parameters may
+#   be, because NCCL's collectives do not block the host.
 
 
 def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
-    """The device whose communicator torch splits to make a group out of ``group``; None if none."""
+    """The device whose communicator torch splits to create a group like ``group``, or None."""
     device: torch.device | None = world_group().bound_device_id
     if device is None or not torch.accelerator.is_available():
         return None
@@ -135,14 +137,15 @@ def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def _finish_collectives(device: torch.device | None) -> None:
-    """Blocks the host until ``device`` is idle, before a communicator is split."""
+    """Block the host until ``device`` is idle, before a communicator is split."""
     if device is not None:
         torch.accelerator.synchronize(device)
 
 
 def _require_same_count(group: dist.ProcessGroup) -> None:
-    """torch names a group that only its ranks make by the number of groups that a rank is in: ranks
-    with different numbers would wait for each other under different names."""
+    """Raise unless all ranks of ``group`` are members of the same number of groups. torch names a
+    group that only its ranks create by that number. With different numbers, ranks would wait for
+    each other under different names."""
     counts: list[Any] = [None] * group.size()
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
     if len(set(counts)) > 1:
@@ -154,10 +157,10 @@ def _require_same_count(group: dist.ProcessGroup) -> None:
 
 
 def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group over the ranks of ``group``, with its backends and its timeout.
+    """Create another group over the ranks of ``group``, with its backends and timeout.
 
-    Collective over these ranks, and no others. Blocks the host until the device is idle if the
-    communicator is split, see Note [Communicators that are split].
+    Collective over exactly these ranks. Blocks the host until the device is idle if the
+    communicator is split; see Note [Communicators that are split].
     """
     made: Any
     device = _splitting_device(group)
@@ -167,7 +170,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
     else:
         ranks = dist.get_process_group_ranks(group)
-        # The name of one that only its ranks make may be taken: torch counts groups that are alive.
+        # torch names such a group by the number of live groups, so its name may be in use.
         local = len(ranks) < world_group().size()
         if local:
             _require_same_count(group)
@@ -177,9 +180,9 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def group_of_all_ranks(description: str) -> dist.ProcessGroup:
-    """Another group over all ranks, with the default group's backends and timeout.
+    """Create another group over all ranks, with the default group's backends and timeout.
 
-    Collective. Blocks the host as :func:`group_like`.
+    Collective. Blocks the host as :func:`group_like` does.
     """
     world = world_group()
     _finish_collectives(_splitting_device(world))
@@ -188,9 +191,9 @@ def group_of_all_ranks(description: str) -> dist.ProcessGroup:
 
 
 def split_evenly(group_size: int) -> dist.ProcessGroup:
-    """This rank's group, of ``group_size`` consecutive ranks, one of those that all ranks make.
+    """Split all ranks into groups of ``group_size`` consecutive ranks; return this rank's group.
 
-    Collective. Blocks the host as :func:`group_like`.
+    Collective. Blocks the host as :func:`group_like` does.
     """
     world = world_group()
     device = _splitting_device(world)
@@ -198,8 +201,8 @@ def split_evenly(group_size: int) -> dist.ProcessGroup:
     starts = range(0, world.size(), group_size)
     all_ranks = [list(range(start, start + group_size)) for start in starts]
     made: Any
-    # A rank is in one of them, so NCCL splits the communicator once, with a color for each group.
-    # Not with Gloo for another device, which would be given NCCL's options.
+    # Each rank is in one group, so NCCL splits the communicator once, with a color per group. A
+    # Gloo backend for another device rules this out: torch would pass NCCL's options to it.
     if device is not None and len({backend_name(world, one) for one in world._device_types}) == 1:
         split: Any = dist.split_group
         made = split(world, all_ranks, timeout=timeout_of(world))
@@ -213,27 +216,25 @@ def split_evenly(group_size: int) -> dist.ProcessGroup:
 
 # Note [Who holds a process group at exit]
 #
-# Gloo's threads end with the last reference to their group. A process that runs its static
-# destructors while they are alive aborts now and then ("terminate called without an active
-# exception"). References that outlive the script:
-# - the graph of a loss that is still held: its hooks hold the reducer, which holds its groups;
-# - wrappers in global variables, which the interpreter may clear after c10d's own state;
-# - default arguments in torch.distributed.nn.functional (``group=group.WORLD``), if that module is
-#   first imported after init_process_group(), as it is by torch._dynamo, as that is by every
-#   optimizer. It is imported above so that this file, normally imported first, leaves no group in
-#   them.
+# The threads of a Gloo group end with the last reference to it. If a process runs its static
+# destructors while these threads are alive, it sometimes aborts ("terminate called without an
+# active exception"). References that outlive the script:
+# - The graph of a loss that is still referenced. Its hooks hold the reducer, which holds its
+#   groups.
+# - Wrappers in global variables, which the interpreter may clear after c10d's own state.
+#   first imported after init_process_group(). Every optimizer imports torch._dynamo, which imports
+#   it. This file imports it above, and is normally imported first, so the defaults hold no group.
 _in_use = False
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def end_groups_at_exit(holder: Any = None) -> None:
-    """Destroy the process groups when the interpreter exits, if the script does not.
-
-    Those of the backend ``apex`` are destroyed in any case.
-
-    Scripts written for NVIDIA's Apex never end their groups. NCCL's are left to torch, which may
-    have to wait for other ranks to end them. ``holder``, if given, keeps process groups in its
-    attributes ``process_group``, ``groups`` and ``reducer``; it lets go of them then.
+    """Destroy the process groups when the interpreter exits, if the script did not.
+    Groups of the backend ``apex`` are destroyed in any case. Scripts written for NVIDIA's Apex
+    never destroy their groups. NCCL groups are left to torch, because destroying them may wait for
+    other ranks.
+    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``groups`` and
+    ``reducer``. These references are dropped at exit.
     """
     global _in_use
     _in_use = True
@@ -241,7 +242,8 @@ def end_groups_at_exit(holder: Any = None) -> None:
         _holders.add(holder)
 
 
-@atexit.register  # now, so that it runs after the handlers of a script, which may use its groups
+# registered now, to run after the handlers of the script, which may use its groups
+@atexit.register
 def _end_groups() -> None:
     if _in_use:
         _core.Reducer.release_all()
@@ -252,9 +254,9 @@ def _end_groups() -> None:
         _forget_default_groups()
     config = str(dist.get_backend_config()) if dist.is_initialized() else ""
     if "apex" in config or (_in_use and "gloo" in config):
-        with contextlib.suppress(Exception):  # the process is ending; its result is not at stake
+        with contextlib.suppress(Exception):  # the process is exiting, so errors do not matter
             dist.destroy_process_group()
-    # Waits for the threads of groups that have ended, which may not outlive the interpreter.
+    # Waits for the threads of destroyed groups, which must not outlive the interpreter.
     _core.Reducer.release_all()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which host a process runs on."""
+"""Identifies the host that a process runs on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_of_host() -> str:
-    """The same for processes under one boot of a kernel, in containers as well.
-
-    Where the system does not say, the name of the host.
+    """An identifier of the running kernel, equal for all processes under one boot, containers
+    included. It is the host name if the system does not provide a boot id.
     """
     try:
         return _BOOT_ID.read_text().strip() or socket.gethostname()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The join() in force in this process, for those with collectives of their own.
+"""The active join() of this process, for modules that run collectives of their own.
 
-Ranks that have run out of data follow the collectives that the others announce here.
+They announce their collectives here, so that ranks that have run out of data can follow them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import torch.distributed as dist
 
 
 class Announcer(Protocol):
-    """What ``DistributedDataParallel.join()`` puts here."""
+    """The interface through which ``DistributedDataParallel.join()`` receives announcements."""
 
     def announce_forward(self, synchronizes_buffers: bool) -> int:
-        """A forward of the wrapper begins; returns the rank whose buffers are taken."""
+        """Announce a forward of the wrapper; returns the rank whose buffers are used."""
 
     def announce_batch_norm(self, module: Any) -> None:
-        """A synchronized batch norm is about to run in training."""
+        """Announce a synchronized batch norm that is about to run in training."""
 
     def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
-        """A loss scaler is about to combine its overflow flags over `group`."""
+        """Announce that a loss scaler is about to combine its overflow flags over `group`."""
 
 
 _current: Announcer | None = None
 
 
 def current() -> Announcer | None:
-    """The join() in force."""
+    """The active join(), or None."""
     return _current
 
 
 def set_current(announcer: Announcer | None) -> None:
-    """Sets it; None when the join() has ended."""
+    """Set the active join(); None when it has ended."""
     global _current
     _current = announcer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tells the engine of optimizers' steps, by a hook that torch calls for every optimizer."""
+"""Reports optimizer steps to the engine, by torch's global optimizer hooks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from apex import _core
 
 
 class Reduces(Protocol):
-    """The engine of a wrapper: its parameters, and how many reducers it has made of them."""
+    """A wrapper's engine: its parameters, and how many reducers it has created for them."""
 
     parameters: Sequence[torch.nn.Parameter]
     made: int
 
 
-# By a number: an engine may have the id() of one that is gone.
+# Numbers instead of id(): a new engine may have the id() of a deleted one.
 _next_number = itertools.count()
 _engines: weakref.WeakKeyDictionary[Reduces, int] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers(engine: Reduces) -> None:
-    """Let the reducer of ``engine`` know of the steps of optimizers that hold its parameters.
+    """Report the steps of optimizers that hold parameters of ``engine`` to its reducer.
 
-    A fused optimizer does not move the version counters of what it writes, and a step without
-    gradients writes nothing, so the engine could not see either for itself.
+    The engine cannot detect these itself. A fused optimizer does not bump the version counters of
+    the tensors that it writes, and a step without gradients writes nothing.
     """
     _engines.setdefault(engine, next(_next_number))
     _register()
@@ -47,16 +47,16 @@ def _register() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-# Those inside an OverlappedOptimizer, while it has them take a part of a step. How many parts there
-# are may differ by rank, so only its own step counts.
+# Optimizers inside an OverlappedOptimizer while it steps them in parts. The number of parts may
+# differ by rank, so only the step of the OverlappedOptimizer counts.
 taking_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-# Not id(): that of an optimizer made for one step may be the next one's.
+# Numbers instead of id(): the next optimizer may reuse the id() of a short-lived one.
 _numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class _Known(NamedTuple):
-    state: tuple[Any, ...]  # of the optimizer and the engines when this was found
+    state: tuple[Any, ...]  # of the optimizer and the engines when `some` was found
     some: list[torch.nn.Parameter]
 
 
@@ -64,7 +64,8 @@ _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary
 
 
 def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """For each engine one parameter that ``optimizer`` holds: all of them cost more than a step."""
+    """One parameter per engine that ``optimizer`` holds. Passing all of them would cost more than a
+    step."""
     groups = optimizer.param_groups
     state = (
         *[
@@ -82,7 +83,7 @@ def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Outside of backward this is one comparison: steps in a gradient's hook are what is refused.
+    # Outside of backward this is one comparison. Only steps inside a gradient hook are refused.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
         return
     _core.Reducer.optimizer_steps([p for group in optimizer.param_groups for p in group["params"]])

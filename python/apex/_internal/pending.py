@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients and updates that are still on their way, for code that needs them to be there."""
+"""Gradients and updates that are still in flight, for code that needs them completed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """What may have some."""
+    """An object that may have pending gradients or updates."""
 
     def synchronize(self) -> None:
-        """Returns when they are there."""
+        """Block until they are complete."""
 
 
 holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def complete() -> None:
-    """Returns when all that are held in this process are there."""
+    """Block until all pending gradients and updates of this process are complete."""
     for holder in list(holders):
         holder.synchronize()

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bases of what ``amp.initialize`` refuses, which are defined above ``apex.amp``."""
+"""Base classes by which ``amp.initialize`` recognizes objects that it must refuse.
+
+Their subclasses are defined in packages that ``apex.amp`` cannot import.
+"""
 
 
 class DataParallelWrapper:
-    """Holds the module that ``amp.initialize`` should have been given."""
+    """A wrapper. ``amp.initialize`` takes the module inside of it instead."""
 
 
 class KeepsMasterWeights:
-    """An optimizer with master weights of its own."""
+    """An optimizer that keeps its own master weights."""

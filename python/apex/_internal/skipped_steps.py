@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How many steps this process has skipped together with all other ranks."""
+"""Counts the steps that this process and all other ranks have skipped together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol
 
 
 class Engine(Protocol):
-    """What skips them: a wrapper with ``on_failure="skip"``."""
+    """A wrapper with ``on_failure="skip"``, which skips steps."""
 
     def steps_skipped(self) -> int:
-        """The number of steps so far."""
+        """The number of steps skipped so far."""
 
 
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def count() -> int:
-    """The steps that all engines of this process have skipped."""
+    """The number of steps that all engines of this process have skipped."""
     return sum(engine.steps_skipped() for engine in list(engines))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The inner tensors of tensor subclasses that have no memory of their own."""
+"""The inner tensors of wrapper subclasses, which have no memory of their own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper subclass names in ``__tensor_flatten__``; none if it has not that.
+    """The tensors that a wrapper subclass names in ``__tensor_flatten__``; empty if it has none.
 
     Raises:
         ValueError: for a DTensor.
     """
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
-        # Its local tensor may be one shard of several, which another rank's must not overwrite.
+        # The local tensor may be one of several shards, which another rank's shard must not
+        # overwrite.
         raise ValueError(
             "it is a DTensor: call torch.distributed.tensor.parallel.ddp._pre_dp_module_transform"
             "(module), as for torch's class"
@@ -34,9 +35,9 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def with_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In place of each wrapper subclass the tensors that hold its values, as far as they are known.
+    """Replace each wrapper subclass by the inner tensors that hold its values, where known.
 
-    What is sent for a tensor then has the size that it seems to have.
+    The number of communicated bytes is then the number of bytes that the tensors store.
     """
     return tensors if all(type(t) in _PLAIN for t in tensors) else _core.tensor_parts(tensors)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors in nested containers: finding them, and putting others in their place."""
+"""Find and replace tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-#: What has no tensors in it that count. A module inside an output is not an output.
+#: Types that are not searched for tensors. A module inside an output is not part of the output.
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, type, torch.dtype,
     torch.device, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
@@ -27,12 +27,12 @@ _Parts = tuple[list[Any], Callable[[list[Any]], Any]]
 
 
 def _parts(value: Any, movable: bool = True) -> _Parts | None:
-    """The items of a container, and what makes one like it of others; None for anything else.
+    """The items of a container, and a function that rebuilds it from new items.
 
-    Containers are those that torch's pytree knows, those of a script's own that are registered
-    there, and what pytree does not know: subclasses of the built-in ones, mappings and sequences of
-    any class, and dataclasses (if not `movable`, those without a method ``to`` of their own). A new
-    one has the class and the attributes of the old.
+    None if `value` is not a container. Containers are the types registered with torch's pytree
+    (built-in ones or the script's own), subclasses of built-in containers, mappings and sequences
+    of any class, and dataclasses. If not `movable`, dataclasses with a method ``to`` are excluded.
+    The rebuilt container keeps the class and the attributes of the old one.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -59,11 +59,11 @@ def _parts(value: Any, movable: bool = True) -> _Parts | None:
 
 
 def _with_items(value: Any, keys: Any, items: list[Any]) -> Any:
-    """A copy with other items; a plain container where the class cannot be copied or written to."""
+    """A copy with new items; a plain container if the class cannot be copied or written to."""
     try:
         try:
             result = copy.copy(value)
-        except TypeError:  # copying calls the class, which needs arguments
+        except TypeError:  # copying calls the constructor, which needs arguments
             kind: Any = type(value)
             result = kind.__new__(kind)
             result.__dict__.update(value.__dict__)
@@ -77,9 +77,9 @@ def _with_items(value: Any, keys: Any, items: list[Any]) -> Any:
 def _with_attributes(value: Any, items: list[Any]) -> Any:
     kind = type(value)
     base = next(base for base in (tuple, frozenset, set) if isinstance(value, base))
-    if hasattr(kind, "n_sequence_fields"):  # as torch.max() returns; these are made of their items
+    if hasattr(kind, "n_sequence_fields"):  # a structseq, as torch.max() returns
         return kind(items)
-    # Not by the class, which may be called with something else.
+    # Bypasses the constructor of the class, which may take other arguments.
     result = base.__new__(kind, items)  # type: ignore[call-arg]
     if base is set:
         result.update(items)
@@ -100,13 +100,14 @@ def map_tensors(
     change: Callable[[torch.Tensor], Any],
     change_other: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """``value`` with ``change(tensor)`` in the place of each tensor in nested containers.
+    """A copy of ``value`` in which ``change(tensor)`` replaces each tensor in nested containers.
 
-    Containers keep their class; one in which nothing changes is returned itself. What is in several
-    places is changed once. A container within itself is left as it is there. ``change_other`` is
-    called for what is neither a tensor nor a container, and for a dataclass with a method ``to``.
+    Containers keep their class. A container in which nothing changes is returned as it is. An
+    object that occurs several times is changed once. Where a container contains itself, the inner
+    occurrence is left unchanged. ``change_other`` is called for values that are neither tensors nor
+    containers, and for dataclasses with a method ``to``.
     """
-    results: dict[int, tuple[Any, Any]] = {}  # with the value, whose id must stay its own
+    results: dict[int, tuple[Any, Any]] = {}  # holds the value too, so that its id is not reused
 
     def mapped(value: Any) -> Any:
         known = results.get(id(value))
@@ -132,12 +133,12 @@ def map_tensors(
 
 
 def find_tensors(value: Any, in_objects: bool = True) -> list[torch.Tensor]:
-    """The tensors in ``value``, once each, in nested containers and in attributes of objects.
+    """The distinct tensors in ``value``, in nested containers and in attributes of objects.
 
-    Not in attributes if not ``in_objects``.
+    Attributes are searched only if ``in_objects``.
     """
     tensors: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}  # with the value, whose id must stay its own
+    seen: dict[int, Any] = {}  # holds the value too, so that its id is not reused
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -2,8 +2,8 @@
 """The state shared by the modules of :mod:`apex.amp`.
 
 Scripts written for Apex read and write some of these attributes directly (``loss_scalers``,
-``opt_properties``, ``allow_incoming_model_not_fp32``, ``handle``), which is why they live on one
-plain object. Not thread safe: call :func:`apex.amp.initialize` from one thread.
+``opt_properties``, ``allow_incoming_model_not_fp32``, ``handle``), so the state is one plain
+object. Not thread safe: call :func:`apex.amp.initialize` from one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AmpState:
-    """What :func:`apex.amp.initialize` and :func:`apex.amp.init` decided.
+    """The settings made by :func:`apex.amp.initialize` and :func:`apex.amp.init`.
 
     ``opt_properties`` does not exist before the first ``initialize``.
     """
@@ -32,22 +32,24 @@ class AmpState:
     def __init__(self) -> None:
         #: Turns the errors about unusual arguments of ``initialize`` into warnings.
         self.hard_override = False
-        #: Lets ``initialize`` accept models that hold float16 or bfloat16 parameters already.
+        #: Lets ``initialize`` accept models that already hold float16 or bfloat16 parameters.
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.handle: AmpHandle | NoOpHandle | None = None
-        #: Of the last ``initialize`` whose optimizers are known; each optimizer keeps its own.
+        #: The scalers of the last ``initialize`` with known optimizers. Each optimizer keeps its
+        #: own.
         self.loss_scalers: list[LossScaler] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        #: Of the last ``initialize``: for optimizers that are made after it.
+        #: The scalers of the last ``initialize``, for optimizers that are created after it.
         self.latest_scalers: list[LossScaler] = []
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = 2.0**24
 
     def adopt(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Note `optimizers` of the last ``initialize``: its scalers are those of the checkpoint.
+        """Record `optimizers` of the last ``initialize``, whose scalers are then checkpointed.
 
-        A model that is initialized for inference, without any, leaves those of the one that trains.
+        A model initialized for inference, without optimizers, does not replace the scalers of a
+        model in training.
         """
         if self.loss_scalers is not self.latest_scalers and (optimizers or not self.optimizers):
             self.loss_scalers, self.optimizers = self.latest_scalers, []
@@ -62,7 +64,7 @@ def _initialized() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that prints: rank 0, or the only process."""
+    """Whether this process prints: rank 0, or the only process."""
     return not _initialized() or torch.distributed.get_rank() == 0
 
 
@@ -89,7 +91,7 @@ def warn_or_err(msg: str) -> None:
 
 
 def find_stash(optimizer: Any) -> OptimizerStash | None:
-    """The stash of `optimizer`, or of an optimizer inside it (LARC, for one), or None."""
+    """The stash of `optimizer`, or of an optimizer inside it (as in LARC), or None."""
     while optimizer is not None:
         stash: OptimizerStash | None = getattr(optimizer, "_amp_stash", None)
         if stash is not None:
@@ -99,7 +101,7 @@ def find_stash(optimizer: Any) -> OptimizerStash | None:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield every parameter `optimizer` updates: the float32 masters where there are masters.
+    """Yield every parameter that `optimizer` updates: float32 masters where they exist.
 
     Use it for clipping: ``clip_grad_norm_(amp.master_params(optimizer), max_norm)`` between the
     end of ``scale_loss`` and ``optimizer.step()``. Works for :class:`apex.parallel.LARC.LARC`.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torch.optim.swa_utils.AveragedModel`` averages the float32 values of models at O2.
+"""Makes ``torch.optim.swa_utils.AveragedModel`` average float32 values of models at O2.
 
-It averages ``parameters()`` in their own type, where the small steps of an average are lost. So its
-``update_parameters`` is replaced, for models that have master weights: it sees float32 values of
-both models, and the averages are remembered as those of the averaged model.
+torch averages ``parameters()`` in their own dtype, where the small steps of an average are rounded
+away. For models with master weights, a replacement of ``update_parameters`` averages the float32
+values of both models and records the result as the float32 values of the averaged model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._full_values import full_value, has_full_values, set_full_value
 
 
 class _InFloat32:
-    """Stands in for a module: its low-precision parameters and buffers are float32 copies."""
+    """A view of a module in which low-precision parameters and buffers are float32 copies."""
 
     def __init__(self, module: Any, copies: dict[int, tuple[Any, torch.Tensor]] | None = None):
         self._original = module
@@ -66,5 +66,5 @@ def _update_parameters(self: Any, model: torch.nn.Module) -> None:
 
 
 def average_full_values() -> None:
-    """Replace ``AveragedModel.update_parameters``. Without effect the second time."""
+    """Replace ``AveragedModel.update_parameters``. Further calls have no effect."""
     AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]

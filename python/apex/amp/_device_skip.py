@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Skipping a step on the device, so that the host need not know whether it happens.
+"""Skip an optimizer step on the device, without host synchronization.
 
-Two kinds of optimizers allow it, on accelerators. torch's fused ones take the overflow flag as a
-tensor (attribute ``found_inf``) and leave everything as it is where the flag is set. Capturable
-ones (``capturable=True`` in every parameter group: parameters and state are tensors that a step
-changes in place) know no flag; for them, the tensors are copied before the step, and written back
-by ``torch.where`` after it. That is one copy and one selection of what a step writes: memory
-traffic, but no wait, and it can be captured in a CUDA graph.
+Two kinds of optimizers on accelerators support this. torch's fused optimizers take the overflow
+flag as a tensor (attribute ``found_inf``) and change nothing if it is set. Capturable optimizers
+(``capturable=True`` in every parameter group; a step changes parameters and state in place) have no
+such flag. For them, the tensors are copied before the step and restored by ``torch.where`` after
+it. This costs memory traffic, one copy and one selection of the tensors that a step writes. It does
+not block, and CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def takes_flag(optimizer: Any) -> bool:
-    """Whether `optimizer` skips by itself where ``found_inf`` is set: fused, on an accelerator.
+    """Whether `optimizer` skips the step itself if ``found_inf`` is set: fused, on an accelerator.
 
-    Not before the first step of SGD with momentum: torch's kernel then skips the momentum, too, and
-    leaves it uninitialized for the next step.
+    False before the first step of SGD with momentum: torch's kernel would then also skip the
+    momentum and leave it uninitialized for the next step.
     """
     return (
         bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -46,10 +46,10 @@ def takes_flag(optimizer: Any) -> bool:
 
 
 def can_be_undone(optimizer: Any) -> bool:
-    """Whether :func:`step_unless` works: capturable, on an accelerator, and its state exists.
+    """Whether :func:`step_unless` works: capturable, on an accelerator, with existing state.
 
-    The first step makes the state, and what it was before only the optimizer knows. So before the
-    first step the host decides.
+    Only the optimizer knows the initial state that its first step creates. So the host decides
+    whether to skip that step.
     """
     return all(group.get("capturable", False) for group in optimizer.param_groups) and all(
         _on_accelerator(param) and (param.grad is None or bool(optimizer.state.get(param)))
@@ -58,10 +58,10 @@ def can_be_undone(optimizer: Any) -> bool:
 
 
 def step_unless(skip: torch.Tensor, optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Call ``step()``, and undo it on the device where `skip` (one number) is not 0.
+    """Call ``step()``, and undo it on the device if `skip` (one number) is not 0.
 
-    Blocks nothing. Bit for bit: without an overflow the result is that of ``step()``, with one
-    every parameter and state tensor is what it was.
+    Does not block. The result is bitwise exact: that of ``step()`` without an overflow, and every
+    parameter and state tensor unchanged with one.
     """
     with torch.no_grad():
         written = [param for param in _parameters(optimizer) if param.grad is not None]

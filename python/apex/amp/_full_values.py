@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""float32 values of parameters whose storage was cast to a low-precision type.
+"""float32 values of parameters whose storage was cast to a low-precision dtype.
 
 Note [One value, two precisions]
-At O2 a parameter exists twice: as the low-precision tensor the model computes with, and as a
-float32 value (the master weight, once the optimizer has made one). Whatever can be saved or
-restored has to go through the float32 value, or a resumed run differs from one that never stopped.
-So ``initialize`` remembers the values it casts, master weights are made from them, ``state_dict``
-of the model returns them, and ``load_state_dict`` sets them. A remembered value counts only where
-it still rounds to what the parameter holds, element by element: whoever writes into the parameter
-wins, and nothing stale comes back. Until the first step, and again after a load, this is looked at
-in every backward.
+At O2 a parameter has two representations: the low-precision tensor that the model computes with,
+and a float32 value (the master weight, once the optimizer has created one). Saving and loading must
+use the float32 value, or a resumed run differs from an uninterrupted one. So ``initialize``
+remembers the values that it casts, master weights are created from them, the model's ``state_dict``
+returns them, and ``load_state_dict`` sets them. A remembered value is used only for those elements
+where it still rounds to the parameter's value. A later write to the parameter therefore takes
+precedence, and stale values are never used. Every backward checks this until the first step, and
+again after a load.
 
 Note [What one rank knows alone]
-With several ranks that is not enough. After a broadcast of the parameters, rank 0's still round
-what rank 0 remembers, and those of the others do not; rank 0 cannot see that anything was sent. The
-same holds where rank 0 alone loads a model and a wrapper sends it. So with several ranks neither
-the values from before the cast nor those of a model's state count: master weights start from what
-the parameters hold, like Apex's, and ranks agree whenever their parameters do. Unrounded values
-come with the optimizer's state, which every rank has to load in any case.
+With several ranks this check is not enough. After a broadcast of the parameters, rank 0's
+remembered values still round to its parameters, and those of the other ranks do not. Rank 0 cannot
+detect the broadcast. The same happens if rank 0 alone loads a model and a wrapper broadcasts it. So
+with several ranks, neither values from before the cast nor values of a model's state are used.
+Master weights start from the parameters, as in Apex, and ranks agree whenever their parameters do.
+Unrounded values come from the optimizer's state, which every rank has to load in any case.
 """
 
 from __future__ import annotations
@@ -35,53 +35,54 @@ from ._amp_state import several_ranks
 
 
 class FullValue:
-    """What is known in float32 about one low-precision parameter."""
+    """The known float32 values of one low-precision parameter."""
 
     def __init__(self) -> None:
         self.master: torch.Tensor | None = None
-        #: From before a cast, or of a model's state: Note [What one rank knows alone].
+        #: From before a cast, or from a model's state: Note [What one rank knows alone].
         self.remembered: torch.Tensor | None = None
-        #: A master weight of the optimizer's state.
+        #: A master weight from the optimizer's state.
         self.restored: torch.Tensor | None = None
-        #: The master weight was made with several ranks, from nothing that one of them knows alone:
-        #: where it has more digits than the parameter, the script has written them.
+        #: The master weight was created with several ranks, without values that only one rank
+        #: knows. If it has more digits than the parameter, the script has written them.
         self.known_to_all = False
-        #: The master weight was stepped, and nothing was loaded after the last step.
+        #: Whether the master weight was stepped, and whether nothing was loaded since then.
         self.stepped = self.settled = False
-        #: What a scale_loss context has left: ``mark`` of the model's gradient, address of the
-        #: master's.
+        #: The gradients at the end of a scale_loss context: ``mark`` of the model's gradient,
+        #: address of the master's.
         self.gradient_left: tuple[tuple[int, int], int] = ((-1, -1), -1)
-        #: The largest absolute value of the model's gradient then, on its device.
+        #: The largest absolute value of the model's gradient at that time, on its device.
         self.largest_left: torch.Tensor | None = None
         #: Version and address of the master weight and of the parameter when they last agreed.
         self._master_then: tuple[int, int] | None = None
         self._parameter_then: tuple[int, int] | None = None
 
     def note_agreement(self, parameter: torch.Tensor) -> None:
-        """`parameter` and its master weight agree, as far as the parameter's type allows."""
+        """Record that `parameter` and its master weight agree, up to rounding."""
         assert self.master is not None
         self._master_then, self._parameter_then = _written(self.master), _written(parameter)
 
     def note_load(self) -> None:
-        """A state was loaded: the master weight has to be made again, whoever has written it."""
+        """Record that a state was loaded, so the master weight has to be created again."""
         self._parameter_then, self.settled = None, False
         if self.master is not None:
             self._master_then = _written(self.master)
 
     def master_changed(self) -> bool:
-        """Whether the master weight was written since then, in a way that torch counts."""
+        """Whether the master weight was written since then, with a version or address change."""
         return self.master is not None and _written(self.master) != self._master_then
 
     def parameter_changed(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` was, or something was loaded."""
+        """Whether `parameter` was written since then, or a state was loaded."""
         return _written(parameter) != self._parameter_then
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A new float32 tensor: what is known of `parameter` where it fits, else the parameter."""
+        """A new float32 tensor: the known value where it rounds to `parameter`, else
+        `parameter`."""
         value = parameter.detach().float()
         alone = not several_ranks()
         for known, counts in (
-            # A value that was loaded since is in the place of the master's.
+            # A value loaded since then replaces the master's.
             (
                 self.master,
                 (alone or self.stepped or self.known_to_all) and self.remembered is None,
@@ -111,13 +112,13 @@ def _where_fits(value: torch.Tensor, parameter: torch.Tensor, other: torch.Tenso
 
 
 def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Set the elements of `master` that do not round to `parameter` to those of `parameter`."""
+    """Set elements of `master` that do not round to `parameter` to those of `parameter`."""
     with torch.no_grad():
         master.copy_(_where_fits(master, parameter, parameter.float()))
 
 
 def record_of(parameter: torch.Tensor) -> FullValue:
-    """The record of `parameter`; made where there is none."""
+    """The record of `parameter`, created if missing."""
     record: FullValue | None = _records.get(parameter)
     if record is None:
         record = _records[parameter] = FullValue()
@@ -127,28 +128,28 @@ def record_of(parameter: torch.Tensor) -> FullValue:
 def masters_of(
     named: Iterable[tuple[str, torch.nn.Parameter]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, parameter and master weight of those of these parameters that have one."""
+    """Name, parameter and master weight of each given parameter that has a master weight."""
     known = ((name, p, _records.get(p)) for name, p in named)
     return [(name, p, r.master) for name, p, r in known if r is not None and r.master is not None]
 
 
 def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Let `value` (float32, same shape) stand for the low-precision `parameter`; not copied."""
+    """Use `value` (float32, same shape) as the value of low-precision `parameter`; not copied."""
     record = record_of(parameter)
     record.remembered = None if several_ranks() else value
     if record.remembered is not None:
-        record.restored = None  # older
+        record.restored = None  # it is older
     record.note_load()
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """A new float32 tensor: what is known of `tensor` where it fits, else `tensor` cast."""
+    """A new float32 tensor: the known value where it rounds to `tensor`, else `tensor` cast."""
     record = _records.get(tensor)
     return tensor.detach().float() if record is None else record.read(tensor)
 
 
 def gets_master(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` is a trained low-precision one of a model at O2, or of a copy of it."""
+    """Whether `parameter` is a trained low-precision parameter of a model at O2, or of a copy."""
     ours = parameter in _to_get_masters or parameter in _records
     return ours and parameter.requires_grad and is_low_precision(parameter)
 
@@ -159,14 +160,14 @@ def has_full_values(module: torch.nn.Module) -> bool:
 
 
 def set_full_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let `value` stand for `tensor`, which holds it rounded, on any number of ranks."""
+    """Use `value` as the float32 value of `tensor`, its rounding, on any number of ranks."""
     record = record_of(tensor)
     record.remembered, record.restored = None, value
     record.note_load()
 
 
 def copy_record(parameter: torch.Tensor, copied: torch.Tensor) -> None:
-    """Let `copied`, a copy of `parameter`, have the same float32 value."""
+    """Give `copied`, a copy of `parameter`, the same float32 value."""
     record = _records.get(parameter)
     if record is None or copied is parameter:
         return
@@ -174,7 +175,7 @@ def copy_record(parameter: torch.Tensor, copied: torch.Tensor) -> None:
 
 
 def _set_value(parameter: torch.Tensor, value: torch.Tensor, stepped: bool) -> None:
-    """Let `value` stand for `parameter`; with several ranks only one that was stepped."""
+    """Use `value` for `parameter`. With several ranks, only if it was stepped."""
     if stepped:
         set_full_value(parameter, value)
     else:
@@ -182,10 +183,11 @@ def _set_value(parameter: torch.Tensor, value: torch.Tensor, stepped: bool) -> N
 
 
 class _SaveFull:
-    """Makes the state of one module float32; a copy of the module has the same values.
+    """A state-dict hook that makes one module's state float32. Copies of the module keep the
+    values.
 
-    Deep copies and pickles are made with the module's: its hooks are all of it that is told of
-    them.
+    This object implements deep copy and pickling, because hooks are the only part of a module that
+    is notified of them.
     """
 
     def __init__(self, module: torch.nn.Module | None = None) -> None:
@@ -198,7 +200,7 @@ class _SaveFull:
         tensors.update(module.named_buffers(recurse=False))
         for name, tensor in tensors.items():
             saved = state.get(prefix + name)
-            # With keep_vars=True the caller asked for the parameter itself.
+            # With keep_vars=True the caller requests the parameter itself.
             if isinstance(saved, torch.Tensor) and saved is not tensor and is_low_precision(saved):
                 state[prefix + name] = full_value(tensor)
 
@@ -239,13 +241,13 @@ def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: 
         if parameter.requires_grad or parameter in _records:
             remember(parameter, value)
         elif not torch.equal(value.to(parameter.dtype).float(), value):
-            remember(parameter, value.cpu())  # it may never be trained
+            remember(parameter, value.cpu())  # on the CPU, because the model may never be trained
 
 
 def _refuse_assign(
     module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
-    """Refuse ``load_state_dict(assign=True)`` of float32 values; before anything is assigned."""
+    """Refuse ``load_state_dict(assign=True)`` of float32 values before anything is assigned."""
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for name, parameter in module.named_parameters():
@@ -261,9 +263,10 @@ def _refuse_assign(
 
 
 def hook_state_dicts(model: torch.nn.Module, keep_full_values: bool) -> None:
-    """Make ``state_dict`` of `model` and its submodules float32, and refuse to assign such a state.
+    """Make ``state_dict`` of `model` and its submodules float32.
 
-    With `keep_full_values`, loading also remembers the float32 values it rounds.
+    Loading such a state with ``assign=True`` is refused. With `keep_full_values`, loading also
+    remembers the float32 values that it rounds.
     """
     for module in model.modules():
         module.register_state_dict_post_hook(_SaveFull(module))

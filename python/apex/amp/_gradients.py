@@ -27,12 +27,12 @@ def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) ->
 
 
 def dense_values(grad: torch.Tensor) -> torch.Tensor:
-    """`grad`, or the values of a sparse one, which has to be coalesced."""
+    """`grad`, or the values of a sparse gradient, which has to be coalesced."""
     return grad._values() if grad.is_sparse else grad
 
 
 def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients there are, as dense tensors; coalesces the sparse ones."""
+    """The existing gradients, as dense tensors. Coalesces sparse ones."""
     for param in params:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.coalesce()
@@ -40,10 +40,10 @@ def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply dense `grads` by a number in place, in float32 at least."""
+    """Multiply dense `grads` by a number in place, computing in float32 or wider."""
     wide: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
-        if is_low_precision(grad):  # a scale may be too large for its type
+        if is_low_precision(grad):  # the scale may exceed the range of its dtype
             grad.copy_(grad.float() * factor.to(grad.device, non_blocking=True))
         else:
             wide.setdefault(grad.device, []).append(grad)
@@ -52,7 +52,7 @@ def multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def copies_of(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies of `grads`; dense ones by one multi-tensor operation."""
+    """Copies of `grads`. Dense ones are copied by one multi-tensor operation."""
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
     copies = iter(torch._foreach_mul(dense, 1.0) if dense else ())
     return [
@@ -62,7 +62,7 @@ def copies_of(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 
 
 def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """New float32 copies; dense ones by one multi-tensor copy."""
+    """New float32 copies. Dense gradients are copied by one multi-tensor operation."""
     if any(grad.is_sparse for grad in grads):
         return [
             grad.float().coalesce() if grad.is_sparse else grad.to(torch.float32, copy=True)
@@ -75,7 +75,7 @@ def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
-    """Set the gradients of `params` to `values`, rounded to their types."""
+    """Set the gradients of `params` to `values`, rounded to their dtypes."""
     targets, sources = [], []
     for param, value in zip(params, values, strict=True):
         present = param.grad
@@ -83,7 +83,7 @@ def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor
             param.grad = None
         elif present is None or present.is_sparse or value.is_sparse:
             param.grad = value.to(param.dtype)
-        else:  # a data-parallel wrapper may have a view of it
+        else:  # a data-parallel wrapper may hold a view of it
             targets.append(present)
             sources.append(value)
     if targets:
@@ -91,7 +91,8 @@ def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor
 
 
 def largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The largest absolute value of each of `grads`; nan where one is nan. Waits for nothing."""
+    """The largest absolute value of each of `grads`; nan if one of its values is. Does not
+    block."""
     values = []
     for grad in grads:
         found = dense_values(grad.coalesce() if grad.is_sparse else grad)
@@ -100,7 +101,7 @@ def largest(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def any_nonzero(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Whether an element is not 0, as a tensor on the first device; None: there are no elements."""
+    """Whether any element is not 0, as a tensor on the first device; None without elements."""
     norms = largest([value for value in values if value.numel()])
     return (
         torch.stack([n.float().to(norms[0].device) for n in norms]).ne(0).any() if norms else None
@@ -112,9 +113,10 @@ def zero_where_zeroed_(
     where: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor | None],
 ) -> None:
-    """Set each of `grads` to 0 if all of the tensor of `where` is 0. Waits for nothing.
+    """Set each of `grads` to 0 if its tensor in `where` is all 0. Does not block.
 
-    Not where that was all 0 `before` (see :func:`largest`), if that is known.
+    Exception: gradients whose tensor in `where` was already all 0 `before` (see :func:`largest`;
+    None if unknown) are kept.
     """
     for grad, now, then in zip(grads, largest(where), before, strict=True):
         zeroed = now == 0 if then is None else (now == 0) & (then != 0)
@@ -122,5 +124,5 @@ def zero_where_zeroed_(
 
 
 def mark(grad: torch.Tensor) -> tuple[int, int]:
-    """What changes when `grad` is written in a way that torch counts, or replaced."""
+    """Version and address of `grad`. They change if it is replaced or written with tracking."""
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The handle of level O1: casts on or off."""
+"""The handle of level O1, which turns casts on and off."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _OLD_INTERFACE = (
 class AmpHandle:
     """Casting at level O1, active from construction until :meth:`_deactivate`.
 
-    See Note [Autocast is the switch] in ``patch.py``. The patches are process wide, the switch
-    belongs to the thread that built the handle, as everywhere with ``torch.autocast``.
+    See Note [Autocast is the switch] in ``patch.py``. The patches apply to the whole process. The
+    switch applies to the thread that created the handle, as with ``torch.autocast``.
 
     Args:
-        dtype: the low-precision type, float16 or bfloat16.
-        device_types: device types whose tensors are cast; None: CUDA where there is one, else CPU.
+        dtype: the low-precision dtype, float16 or bfloat16.
+        device_types: device types whose tensors are cast; None: CUDA if available, else CPU.
         enable_caching: keep cast parameters for one iteration.
         verbose: print every cast.
         allow_banned: let ``binary_cross_entropy`` take low-precision inputs, in float32.
-        registered: functions that the user has registered: module, name, and how to wrap them.
+        registered: functions registered by the user: module, name, and how to wrap them.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class AmpHandle:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)
         torch.set_autocast_cache_enabled(False)
-        # Note [Writes that nobody sees] in casts.py.
+        # Note [Writes without a version change] in casts.py.
         self._step_hook = register_optimizer_step_post_hook(self._cache.clear)
         gc.callbacks.append(self._on_collection)
 
     def is_active(self) -> bool:
-        """Whether casts happen in this thread right now (not inside ``disable_casts``)."""
+        """Whether casts happen in this thread now (False inside ``disable_casts``)."""
         return self._active and self.any_casting()
 
     def any_casting(self) -> bool:
@@ -92,8 +92,8 @@ class AmpHandle:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that casts one tensor to `dtype` for a call of `function`.
 
-        None: to the type that autocast casts to now, which is the handle's unless a
-        ``torch.autocast`` inside says another.
+        If `dtype` is None, it casts to autocast's current dtype. This is the handle's dtype unless
+        an inner ``torch.autocast`` sets another one.
         """
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def casts_disabled(self, disabled: bool = True) -> Iterator[None]:
-        """Context in which this thread casts nothing, or everything."""
+        """Context in which this thread casts nothing (or casts, if not `disabled`)."""
         with contextlib.ExitStack() as stack:
             for kind in self.device_types:
                 stack.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
@@ -133,15 +133,15 @@ class AmpHandle:
 
     @property
     def cache(self) -> CastCache:
-        """The cast parameters kept now."""
+        """The current cache of cast parameters."""
         return self._cache
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
         raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
 
     def scale_loss(self, loss: Any, optimizer: Any) -> Any:
-        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
         raise RuntimeError(_OLD_INTERFACE.format("scale_loss()"))
 
     def remove_cache(self, param: torch.Tensor) -> None:
@@ -152,12 +152,12 @@ class AmpHandle:
         self._cache.clear()
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
-        """A cast holds its parameter; one that was dropped otherwise must not stay for that."""
+        """Drop cached casts of otherwise unreferenced parameters before a full collection."""
         if phase == "start" and info["generation"] == 2:
             self._cache.forget_dropped()
 
     def _deactivate(self) -> None:
-        """Restore every patched function and the autocast state. May be called again."""
+        """Restore every patched function and the autocast state. Further calls do nothing."""
         if not self._active:
             return
         self._active = False
@@ -182,12 +182,12 @@ class NoOpHandle:
         return False
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Raises RuntimeError with advice: of the interface before ``amp.initialize``."""
+        """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
         raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
-        """Context that yields `loss` as it is."""
+        """Context that yields `loss` unchanged."""
         yield loss
 
     def _clear_cache(self) -> None:
@@ -209,6 +209,6 @@ def disable_casts() -> Iterator[None]:
 
 
 def forget_casts() -> None:
-    """Drop the cast weights of level O1: Note [Writes that nobody sees] in ``casts.py``."""
+    """Drop cached casts of level O1: Note [Writes without a version change] in ``casts.py``."""
     if _amp_state.handle is not None:
         _amp_state.handle._clear_cache()

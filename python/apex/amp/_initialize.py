@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The work behind :func:`apex.amp.initialize`: checks, model casts, optimizers, scalers."""
+"""The implementation of :func:`apex.amp.initialize`: checks, casts, optimizers, scalers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def cast_values(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating tensor in `value` to `dtype`.
+    """Cast every floating-point tensor in `value` to `dtype`.
 
-    Containers of any class (see ``map_tensors``) and objects with a ``to`` method are handled;
-    strings, numbers, arrays and integer tensors come back as they are.
+    Handles containers of any class (see ``map_tensors``) and objects with a ``to`` method. Strings,
+    numbers, arrays and integer tensors are returned unchanged.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,10 @@ def cast_values(value: Any, dtype: torch.dtype) -> Any:
 
 
 class CastForward:
-    """Stands in for ``model.forward``: casts floating inputs and outputs.
+    """A replacement of ``model.forward`` that casts floating-point inputs and outputs.
 
-    The casts of level O1, which another model may have, are off inside a model that is cast itself.
-    An object, not a closure, so that a deep copy or an unpickled model runs its own parameters.
+    Inside such a model, the casts of level O1, which another model may use, are off. This is an
+    object and not a closure, so that a copied or unpickled model runs its own parameters.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ def _check_scripted(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
 
 
 def _check_sharded(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Refuse to cast what fully_shard (FSDP2) holds: it would gather the old type."""
+    """Refuse to cast FSDP2 (fully_shard) parameters: it would still gather the old dtype."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or dtype not in LOW_PRECISION_DTYPES:
         return
@@ -128,10 +128,10 @@ def _check_sharded(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
 
 
 def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Refuse to cast what torch's wrapper holds: it would not average the gradients any more.
+    """Refuse to cast parameters in torch's DistributedDataParallel.
 
-    Its hooks are on the gradient accumulators, which autograd replaces when the type changes. (Ours
-    looks for that before each forward.)
+    Its hooks are on the gradient accumulators, which autograd replaces when the dtype changes, so
+    it would no longer average the gradients. (Our wrapper checks for this before each forward.)
     """
     if not several_ranks():
         return
@@ -186,13 +186,13 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
-    """Bring the state of `optimizer` to the types its parameters have now."""
-    if getattr(optimizer, "state", None):  # a wrapper may have none
+    """Cast the state of `optimizer` to the current dtypes of its parameters."""
+    if getattr(optimizer, "state", None):  # a wrapper may have no state
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _device_types(models: list[torch.nn.Module]) -> set[str]:
-    """Device types that level O1 casts: every accelerator, the CPU only where models live there."""
+    """Device types that level O1 casts: every accelerator, and the CPU only if models are on it."""
     kinds = {param.device.type for model in models for param in model.parameters()} - {"meta"}
     if torch.cuda.is_available():
         kinds.add("cuda")
@@ -206,7 +206,7 @@ def _cast_models(
 ) -> None:
     if properties.cast_model_type:
         keep = properties.master_weights and not several_ranks()
-        # Those of models as well: an optimizer may get them later.
+        # Parameters of models too, because an optimizer may get them later.
         every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         every += [p for model in models for p in model.parameters()]
         params = list({id(param): param for param in every}.values())
@@ -217,7 +217,7 @@ def _cast_models(
             if id(param) in values and is_low_precision(param):
                 remember(param, values[id(param)])
         for optimizer in optimizers:
-            # With masters the state stays float32 and moves to them.
+            # With master weights, the state stays float32 and moves to them.
             if not properties.master_weights:
                 _recast_state(optimizer)
     elif properties.cast_model_outputs:
@@ -233,7 +233,7 @@ def setup(
     overflow_group: Any = None,
 ) -> None:
     """Apply `properties` to `models` and `optimizers`, in place."""
-    # Whatever can be wrong is looked at before anything is changed.
+    # All checks come before the first change.
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:

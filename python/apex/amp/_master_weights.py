@@ -12,13 +12,14 @@ from .._internal.dtypes import is_low_precision
 from ._amp_state import several_ranks
 from ._full_values import FullValue, full_value, record_of
 
-#: The key of the master weights, by the index of the parameter, in the optimizer's state.
+#: The key in the optimizer's state under which master weights are saved by parameter index.
 MASTER_WEIGHTS = "amp_master_weights"
 
 
 class MasterWeights:
-    """With master weights, ``param_groups`` holds a float32 master in place of every low-precision
-    parameter that requires a gradient. Optimizers that hold the same parameter share its master.
+    """Replaces each trained low-precision parameter in ``param_groups`` by a float32 master.
+
+    This applies only with master weights. Optimizers that hold the same parameter share its master.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
@@ -30,9 +31,9 @@ class MasterWeights:
         self.all_fp32_from_fp16_params: list[torch.Tensor] = []
         #: Every other parameter that requires a gradient.
         self.all_fp32_from_fp32_params: list[torch.Tensor] = []
-        #: Between the end of a context and the next step, or zero_grad.
+        #: True between the end of a context and the next step or zero_grad.
         self._in_iteration = False
-        #: By the id of the master: the master, its parameter, and what is known of both.
+        #: By the id of the master: the master, its parameter, and the record of both.
         self._model_of: dict[int, tuple[torch.Tensor, torch.Tensor, FullValue]] = {}
 
     @property
@@ -41,13 +42,13 @@ class MasterWeights:
         return self.all_fp32_from_fp32_params
 
     def lazy_init(self) -> None:
-        """Make the masters, the first time."""
+        """Create the masters on the first call."""
         if not self.lazy_init_called:
             self.lazy_init_called = True
             self.collect()
 
     def collect(self) -> None:
-        """Look at ``param_groups`` again; what is new and low-precision gets a master."""
+        """Read ``param_groups`` again, and create masters for new low-precision parameters."""
         self.all_fp16_params, self.all_fp32_from_fp16_params = [], []
         self.all_fp32_from_fp32_params = []
         for group in self._optimizer.param_groups:
@@ -81,7 +82,8 @@ class MasterWeights:
             record.stepped = record.settled = False
             record.known_to_all = several_ranks()
             record.note_agreement(param)
-        else:  # another optimizer's, or that of an earlier one: what was written since counts
+        # it belongs to another or earlier optimizer, and writes to the parameter since then count
+        else:
             record.settled = False
         self._model_of[id(master)] = (master, param, record)
         state = self._optimizer.state
@@ -94,12 +96,12 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_model(self) -> None:
-        """Give masters that were not stepped since they were made or loaded the model's values.
+        """Copy the model's values into masters that were not stepped since their creation or load.
 
-        Where these are the masters, rounded, the masters stay: Note [One value, two precisions].
-        Those that somebody else has written stay, too. Between scale_loss and step(), where a
-        master may be decayed or clamped in a way that nobody sees, only parameters that were seen
-        to change are looked at.
+        A master whose rounding equals the model's value stays: Note [One value, two precisions]. So
+        does a master that other code has written. Between scale_loss and step(), a master may be
+        decayed or clamped without a version change, so only parameters with a detected change are
+        considered.
         """
         for master, param, record in self._model_of.values():
             if record.settled or record.master_changed():
@@ -121,7 +123,7 @@ class MasterWeights:
     def _by_index(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Low-precision parameters and their masters, by the index in the optimizer's state.
 
-        A frozen parameter may have no master yet.
+        A frozen parameter may have no master.
         """
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         masters = {key: (param, master) for key, (master, param, _) in self._model_of.items()}
@@ -139,22 +141,23 @@ class MasterWeights:
             }
 
     def load_masters(self, state: dict[str, Any]) -> None:
-        """Take the masters from the optimizer's `state`, where there are any in it."""
-        # State loaded before the masters exist would be rounded to the type of the parameters.
+        """Read the masters from the optimizer's `state`, if it contains any."""
+        # If masters did not exist yet, the loaded state would be rounded to the parameters' dtype.
         self.lazy_init_called = True
         self.collect()
         saved = state.get(MASTER_WEIGHTS, {})
         for index, (param, _) in self._by_index().items():
             if index in saved:
                 record = record_of(param)
-                # The parameters may be loaded after this, so it is not known yet what fits.
+                # Whether the values match the parameters is unknown: these may be loaded after
+                # this.
                 record.restored = saved[index].detach()
                 record.note_load()
 
     def masters_to_model(self) -> None:
-        """Round every master into its parameter; from now on the masters count.
+        """Round every master into its parameter. From now on the masters are authoritative.
 
-        One multi-tensor copy. For those who change master weights themselves, too.
+        One multi-tensor copy. Also for code that changes master weights directly.
         """
         if self.all_fp16_params:
             with torch.no_grad():
@@ -167,5 +170,5 @@ class MasterWeights:
 
 
 def this_rank() -> str:
-    """The beginning of an error's message."""
+    """The prefix of error messages."""
     return f"rank {torch.distributed.get_rank()}: " if several_ranks() else ""

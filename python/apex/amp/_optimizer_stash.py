@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What amp knows of one optimizer: its master weights, its gradients, whether to skip."""
+"""amp's state for one optimizer: master weights, gradients, and whether to skip a step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ._handle import forget_casts
 from ._master_weights import MasterWeights, this_rank
 from .scaler import LossScaler
 
-#: Where gradients may be left scaled by ``delay_unscale``.
+#: Stashes whose gradients ``delay_unscale`` may have left scaled.
 _left_scaled: weakref.WeakSet[OptimizerStash] = weakref.WeakSet()
 
 
 class OptimizerStash(MasterWeights):
     """Amp's state for one optimizer, at ``optimizer._amp_stash``.
 
-    The gradients of the model's low-precision parameters stay scaled, those of their masters and
-    of float32 parameters are unscaled after each ``scale_loss``.
+    The gradients of the model's low-precision parameters stay scaled. The gradients of their
+    masters and of float32 parameters are unscaled after each ``scale_loss``.
     """
 
     def __init__(
@@ -46,40 +46,40 @@ class OptimizerStash(MasterWeights):
         scalers: list[LossScaler] | None = None,
     ) -> None:
         super().__init__(optimizer, master_weights)
-        #: Those of the ``initialize`` that the optimizer belongs to, by ``loss_id``.
+        #: The scalers of the optimizer's ``initialize``, by ``loss_id``.
         self.scalers = [] if scalers is None else scalers
-        #: ``optimizer.step`` is the one-shot method that skips.
+        #: ``optimizer.step`` is currently the one-shot method that skips.
         self.already_patched = False
         self._skipped_step: Any = None
-        #: What the next step looks at on the device: see ``_device_skip.step_unless``.
+        #: The flag that the next step reads on the device: see ``_device_skip.step_unless``.
         self.skip_flag: torch.Tensor | None = None
-        #: Scalers, and their ``loss_id``, of contexts with ``delay_overflow_check``.
+        #: Scalers of contexts with ``delay_overflow_check``, with their ``loss_id``.
         self.deferred: dict[LossScaler, int] = {}
-        #: Gradients were left scaled by ``delay_unscale``.
+        #: ``delay_unscale`` has left gradients scaled.
         self.params_have_scaled_gradients = False
         self._scaled_by: tuple[LossScaler, int, torch.Tensor] | None = None
-        #: What the present ``scale_loss`` context unscales by this optimizer, not by another one
-        #: that holds it, too (ids of those are in `_others`): float32, and with masters.
+        #: The parameters that this optimizer unscales in the current context: float32 ones, and
+        #: pairs with masters. Another optimizer unscales the parameters whose ids are in `_others`.
         self._own: list[torch.Tensor] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: frozenset[int] = frozenset()
-        #: Parameters that were added with a gradient.
+        #: Parameters that had a gradient when they were added.
         self._added_with_gradient: list[torch.Tensor] = []
-        #: Gradients as they were before the present ``scale_loss`` context.
+        #: The gradients before the current ``scale_loss`` context.
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._in_context = False
         #: The model's gradients include those of earlier contexts.
         self._model_has_all = False
 
     def prepare_context(self, context: list[OptimizerStash]) -> None:
-        """Look at what has changed since the last context; before any optimizer enters the next.
+        """Process changes since the last context, before any optimizer enters the next one.
 
         Args:
-            context: the optimizers of the next.
+            context: the optimizers of the next context.
 
         Raises:
-            RuntimeError: another context of this optimizer is open, master weights were changed
-                by hand and the model does not have them, or the scale of a gradient is not known.
+            RuntimeError: another context of this optimizer is open, the script has changed master
+                weights without copying them to the model, or the scale of a gradient is unknown.
         """
         if self._in_context:
             raise RuntimeError(
@@ -97,20 +97,21 @@ class OptimizerStash(MasterWeights):
         self.follow_discarded_overflow()
 
     def enter_context(self, scaler: LossScaler, claimed: set[int], delay_unscale: bool) -> None:
-        """Bring the gradients there are to the scale of `scaler`, for a backward to add to them.
+        """Convert existing gradients to the scale of `scaler`, so that backward can add to them.
 
         Parameters whose id is in `claimed` belong to another optimizer of the context.
 
         Note [Gradients of earlier contexts]
-        They stay where a backward adds to them, so that a data-parallel wrapper that has not
-        averaged them yet (no_sync, disable_allreduce) averages the sum. Masters' gradients are
-        rounded for that. With one rank no wrapper looks, and these stay in float32, unless they
-        are left scaled, or were stepped: those the context's body may still discard, by
-        ``model.zero_grad()`` between the forward pass and the backward. After a context the
-        model's gradient is always the master's, scaled and rounded, or both are None. So whoever
-        clears or zeroes the model's (``model.zero_grad()``) discards both, and
-        :meth:`follow_discarded` sees it: None and zeros are left by nobody else. Except where
-        small numbers are rounded to zeros: :meth:`_note_left` keeps what was left.
+        Earlier gradients stay where backward adds to them, so that a data-parallel wrapper that has
+        not averaged them yet (no_sync, disable_allreduce) averages the sum. This requires rounding
+        the masters' gradients. With one rank there is no averaging, so the masters' gradients stay
+        in float32, unless they are left scaled or were stepped. Stepped gradients may still be
+        discarded by the context's body, by ``model.zero_grad()`` between forward and backward.
+        After a context, the model's gradient is always the master's, scaled and rounded, or both
+        are None. So clearing or zeroing the model's gradients (``model.zero_grad()``) discards
+        both, and :meth:`follow_discarded` detects it, because only this leaves None or zeros. The
+        exception is small numbers that round to zero, for which :meth:`_note_left` records what
+        was left.
         """
         self._others = frozenset(claimed)
         self._claim()
@@ -127,7 +128,7 @@ class OptimizerStash(MasterWeights):
                 self._scale_earlier(scaler)
 
     def _claim(self) -> None:
-        """Find what this optimizer, and not another one of the context, unscales."""
+        """Find the parameters that this optimizer unscales, and not another one of the context."""
         others = self._others
         pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
         self._own = [p for p in self.all_fp32_from_fp32_params if id(p) not in others]
@@ -137,7 +138,7 @@ class OptimizerStash(MasterWeights):
         return [param for param, _ in self._pairs]
 
     def leave_context(self, scaler: LossScaler, raised: bool) -> None:
-        """End what :meth:`enter_context` began; put the gradients back if the body raised."""
+        """Reverse :meth:`enter_context`; restore the gradients if the body raised."""
         self._in_context = False
         if raised:
             for param, grad in self._before:
@@ -154,10 +155,11 @@ class OptimizerStash(MasterWeights):
 
     @torch.no_grad()
     def follow_discarded(self, only_seen: bool = False) -> None:
-        """Discard masters' gradients whose model's are None, or zeros that amp has not left there.
+        """Discard masters' gradients if the model's gradient is None, or zero and amp did not zero
+        it.
 
-        With `only_seen`, only those that the last context has left and that were written since in
-        a way that torch counts. It costs nothing then.
+        With `only_seen`, check only gradients that the last context has left and that were written
+        since then with a version change. This mode costs nothing.
         """
         models, masters, before = [], [], []
         for master, param, record in self._model_of.values():
@@ -171,15 +173,16 @@ class OptimizerStash(MasterWeights):
             if not (only_seen and untouched):
                 models.append(present)
                 masters.append(full)
-                # Written through .data, which counts nothing, or zeros that amp has left.
+                # Written through .data, without a version change; or zeros that amp has left.
                 before.append(record.largest_left if untouched else None)
         zero_where_zeroed_(masters, models, before)
 
     @torch.no_grad()
     def follow_discarded_overflow(self) -> None:
-        """Forget an overflow if all gradients were discarded after it: they are not stepped.
+        """Clear an overflow if all gradients were discarded after it, so they will not be stepped.
 
-        With several ranks zeros do not count: all ranks skip or none, and one may have only zeros.
+        With several ranks, zeros do not count as discarded. One rank may have only zeros, and all
+        ranks must make the same decision.
         """
         optimizer: Any = self._optimizer
         found_inf = getattr(optimizer, "found_inf", None)
@@ -215,11 +218,11 @@ class OptimizerStash(MasterWeights):
         round_to_grads(self._model_params(), earlier)
 
     def _unspoil_(self, grads: list[torch.Tensor], scaler: LossScaler) -> None:
-        """Zero `grads` if an overflow was found that will skip the step: it counts once.
+        """Zero `grads` if a found overflow will already skip the step, so that it counts only once.
 
-        What `scaler` has found and nobody has looked at stays: it is one overflow with what the
-        context finds, and a script that sums the ranks' gradients itself, and decides by the sum,
-        needs the inf in it.
+        An overflow that `scaler` has found but not evaluated is kept. It counts as one with the
+        overflow of this context, and a script that sums the ranks' gradients itself and decides by
+        the sum needs the inf in it.
         """
         if self.already_patched and grads:
             torch._foreach_zero_(grads)
@@ -231,15 +234,15 @@ class OptimizerStash(MasterWeights):
                 grad.masked_fill_(flag.to(grad.device, non_blocking=True).reshape(()) != 0, 0)
 
     def delay_unscale(self, scaler: LossScaler) -> None:
-        """Note that the gradients are scaled by the present scale of `scaler`."""
+        """Record that the gradients are scaled by the current scale of `scaler`."""
         self.params_have_scaled_gradients = True
         _left_scaled.add(self)
-        for _, master in self._pairs:  # the model has them: Note [Gradients of earlier contexts]
+        for _, master in self._pairs:  # the model holds them: Note [Gradients of earlier contexts]
             master.grad = None
         self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
 
     def _match_scale(self, scaler: LossScaler) -> None:
-        """Bring gradients that were left scaled to the present scale of `scaler`."""
+        """Convert gradients that were left scaled to the current scale of `scaler`."""
         assert self._scaled_by is not None
         previous, generation, scale = self._scaled_by
         if previous is scaler and generation == scaler._generation:
@@ -248,7 +251,7 @@ class OptimizerStash(MasterWeights):
         multiply_(values_of(self._model_params() + self._own), ratio)
 
     def finish_backward(self, scaler: LossScaler) -> None:
-        """Unscale what the context has left."""
+        """Unscale the gradients of the context."""
         with torch.no_grad():
             self._finish_masters(scaler)
             scaler.unscale_(values_of(self._own))
@@ -280,7 +283,7 @@ class OptimizerStash(MasterWeights):
             record.largest_left = value
 
     def _zero_masters(self) -> None:
-        """Zero the masters' gradients where the model's are zero, not None."""
+        """Zero the masters' gradients where the model's are zero (but not None)."""
         for master, param, _ in self._model_of.values():
             if param.grad is None:
                 master.grad = None
@@ -294,7 +297,7 @@ class OptimizerStash(MasterWeights):
     def _write_model_grads(
         self, scaler: LossScaler, pairs: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Set the model's gradients to those of the masters, where there are any."""
+        """Set the model's gradients to the masters' gradients, where these exist."""
         pairs = [pair for pair in pairs if pair[1].grad is not None]
         grads = copies_of([master.grad for _, master in pairs])
         if scaler._static != 1.0:
@@ -308,7 +311,7 @@ class OptimizerStash(MasterWeights):
         if not self.params_have_scaled_gradients:
             return
         left = any_nonzero(values_of(self.all_fp16_params + self.all_fp32_from_fp32_params))
-        if left is None or not left.item():  # discarded by the model's zero_grad, say
+        if left is None or not left.item():  # discarded, for example by the model's zero_grad
             self.params_have_scaled_gradients = False
             self._zero_masters()
             return
@@ -320,7 +323,7 @@ class OptimizerStash(MasterWeights):
         )
 
     def note_added(self, params: list[torch.Tensor]) -> None:
-        """Parameters were added: gradients that they have now may be scaled, or not."""
+        """Record added parameters. It is unknown whether their current gradients are scaled."""
         self.collect()
         if self._in_context:
             before = {id(param) for param in self._own}
@@ -335,7 +338,7 @@ class OptimizerStash(MasterWeights):
         ]
 
     def refuse_unknown_scale(self) -> None:
-        """Raise RuntimeError if a parameter was added with a gradient that is still there."""
+        """Raise RuntimeError if a parameter was added with a gradient and still has it."""
         self._added_with_gradient = [
             param
             for param in self._added_with_gradient
@@ -353,7 +356,7 @@ class OptimizerStash(MasterWeights):
     def refuse_scaled_by_others(self, context: list[OptimizerStash]) -> None:
         """Raise RuntimeError if another optimizer has left gradients of the same parameters scaled.
 
-        Those in `context` find them themselves.
+        Optimizers in `context` detect this themselves.
         """
         others = [s for s in _left_scaled if s.params_have_scaled_gradients and s not in context]
         if not others:
@@ -380,12 +383,12 @@ class OptimizerStash(MasterWeights):
         return "a parameter"
 
     def take_skip_flag(self) -> bool:
-        """What `skip_flag` says; waits for the device if there is one. Clears it."""
+        """The value of `skip_flag`, which is cleared. Waits for the device if a flag is set."""
         flag, self.skip_flag = self.skip_flag, None
         return flag is not None and bool(flag.item())
 
     def take_overflow(self) -> bool:
-        """Whether the gradients overflowed, so that they must not be stepped; drops them then."""
+        """Whether the gradients overflowed and must not be stepped. If so, drops them."""
         overflow = self.take_skip_flag() or self.already_patched
         if overflow:
             for param in self._own:
@@ -395,19 +398,19 @@ class OptimizerStash(MasterWeights):
         return overflow
 
     def defer_check(self, scaler: LossScaler, loss_id: int) -> None:
-        """Leave it to a later context, or to the step, whether the gradients overflowed."""
+        """Leave the overflow check to a later context or to the step."""
         if scaler not in self.deferred:
             self.deferred[scaler] = loss_id
             scaler.deferred.append(self)
 
     def skip_next_step(self, skip: Callable[..., None]) -> None:
-        """Put the method `skip` in place of ``optimizer.step``, until :meth:`cancel_skip`."""
+        """Replace ``optimizer.step`` by the method `skip` until :meth:`cancel_skip`."""
         optimizer: Any = self._optimizer
         self._skipped_step, self.already_patched = optimizer.step, True
         optimizer.step = types.MethodType(skip, optimizer)
 
     def cancel_skip(self) -> None:
-        """Put ``optimizer.step`` back."""
+        """Restore ``optimizer.step``."""
         optimizer: Any = self._optimizer
         optimizer.step, self._skipped_step = self._skipped_step, None
         self.already_patched = False
@@ -418,9 +421,9 @@ class OptimizerStash(MasterWeights):
             master.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the model's parameters, of the masters, and what was set aside.
+        """Clear the gradients of the model and the masters, and deferred overflow checks.
 
-        An overflow among them is over as well: the next step is not skipped for it.
+        An overflow among them is cleared too, so the next step is not skipped for it.
         """
         self._forget_overflow()
         for scaler in self.deferred:
@@ -438,10 +441,10 @@ class OptimizerStash(MasterWeights):
         self._zero_masters()
 
     def skip(self) -> None:
-        """What a step does that is skipped: gradients are dropped, and the model follows.
+        """Perform a skipped step: drop the gradients, and copy the masters to the model.
 
-        Usually the model has the masters' values; but who has changed the masters for one forward
-        pass (SAM) and put them back counts on the step.
+        The model usually has the masters' values already. Scripts that change the masters for one
+        forward pass (SAM) and restore them afterwards rely on this copy.
         """
         self.follow_model()
         self.masters_to_model()

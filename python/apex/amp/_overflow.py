@@ -14,7 +14,7 @@ from .scaler import LossScaler
 
 
 def skips_on_device(stashes: list[OptimizerStash]) -> bool:
-    """Whether every optimizer can skip a step without the host knowing: see ``_device_skip.py``."""
+    """Whether every optimizer can skip a step without the host: see ``_device_skip.py``."""
     return all(
         _device_skip.takes_flag(stash._optimizer) or _device_skip.can_be_undone(stash._optimizer)
         for stash in stashes
@@ -35,7 +35,7 @@ def _skip_on_device(stash: OptimizerStash, found_inf: torch.Tensor) -> None:
 
 
 def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> None:
-    """Replace ``optimizer.step``, once, by a method that does nothing but say so."""
+    """Replace ``optimizer.step``, once, by a method that only prints a message."""
     if stash.already_patched:
         return
 
@@ -56,7 +56,7 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
             f"{scaler.loss_scale()}"
         )
         stash.skip()
-        # A scheduler that follows would warn that no step came before it.
+        # Otherwise the next scheduler step would warn that no optimizer step came before it.
         self._opt_called = True
         stash.cancel_skip()
         return None
@@ -65,16 +65,16 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
 
 
 def ranks(scaler: LossScaler) -> int:
-    """With how many ranks the overflow flag is combined."""
+    """The number of ranks over which the overflow flag is combined."""
     return 1 if scaler.overflow_group is False else scaler.ranks(scaler.overflow_group)
 
 
 def check_overflow(
     stashes: list[OptimizerStash], loss_id: int, scaler: LossScaler, ranks_then: int
 ) -> None:
-    """Adapt the scale, and have every optimizer skip its next step if a gradient overflowed.
+    """Adapt the scale. If a gradient overflowed, make every optimizer skip its next step.
 
-    `ranks_then`: the result of :func:`ranks` when the context began.
+    `ranks_then` is the result of :func:`ranks` when the context began.
     """
     if ranks(scaler) < ranks_then:
         raise RuntimeError(
@@ -97,6 +97,6 @@ def check_overflow(
 
 
 def check_deferred(stash: OptimizerStash) -> None:
-    """Before a step: look at the overflows that contexts with ``delay_overflow_check`` left."""
+    """Before a step, evaluate the overflows of contexts with ``delay_overflow_check``."""
     for scaler, loss_id in list(stash.deferred.items()):
         check_overflow(scaler.take_deferred(), loss_id, scaler, ranks(scaler))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The methods that amp hooks on an optimizer."""
+"""The methods that amp installs on an optimizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ._optimizer_stash import OptimizerStash
 from ._overflow import check_deferred
 from .scaler import LossScaler
 
-#: Evaluations of a closure that overflow in a row before a step gives up.
+#: A step raises after this number of consecutive closure evaluations that overflow.
 MAX_CLOSURE_RETRIES = 100
 
 
 def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[[], Any]:
-    """`closure` with casts on; evaluated again after an overflow, since the step has begun."""
+    """`closure` with casts on. After an overflow it is evaluated again, as the step has begun."""
     handle = _amp_state.handle
     casts = handle.casts_enabled if isinstance(handle, AmpHandle) else contextlib.nullcontext
 
@@ -76,7 +76,7 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
             with disable_casts():
                 result = call() if skip is None else step_unless(skip, self, call)
         finally:
-            forget_casts()  # one that raises runs no hook
+            forget_casts()  # a step that raises runs no hook
         for name in ("found_inf", "grad_scale"):
             vars(self).pop(name, None)
         if stash.master_weights:
@@ -84,7 +84,7 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
         return result
 
     if hasattr(inner, "_wrapped_by_lr_sched"):
-        # A scheduler made before initialize looks for its mark on the method it wrapped.
+        # A scheduler made before initialize looks for its mark on the method that it wrapped.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -128,7 +128,7 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
 def _with_params(
     groups: list[dict[str, Any]], state: Any, instead: dict[int, torch.Tensor]
 ) -> dict[str, Any]:
-    """The groups and the state of an optimizer, with other parameters in place of some, by id."""
+    """The groups and the state of an optimizer, with the parameters of the given ids replaced."""
     return {
         "param_groups": [
             {**group, "params": [instead.get(id(param), param) for param in group["params"]]}
@@ -141,10 +141,10 @@ def _with_params(
 
 
 def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
-    """``__getstate__`` of the optimizer: the model's parameters are in the places of masters.
+    """``__getstate__`` of the optimizer, with the model's parameters in place of masters.
 
-    So who unpickles it, or copies it without ``copy.deepcopy``, has one that the next scale_loss
-    can give masters. Their values travel with the model.
+    The next scale_loss can then create masters for an unpickled optimizer, or for a copy made
+    without ``copy.deepcopy``. The masters' values are saved with the model.
     """
     kind: Any = type(optimizer)
     state = kind.__getstate__(optimizer)
@@ -156,14 +156,14 @@ def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
 
 def _hook_getstate(optimizer: Any, stash: OptimizerStash) -> None:
     while isinstance(inner := getattr(optimizer, "optim", None), torch.optim.Optimizer):
-        optimizer = inner  # it holds the parameters
+        optimizer = inner  # the inner optimizer holds the parameters
     optimizer.__getstate__ = functools.partial(_state_of_model, optimizer, stash)
 
 
 def _copy_optimizer(stash: OptimizerStash, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """``copy.deepcopy`` of the optimizer: its masters belong to the copies of the parameters.
+    """``copy.deepcopy`` of the optimizer. Its masters belong to the copies of the parameters.
 
-    Gradients are not copied, nor is what amp remembers of them, as torch has it.
+    As in torch, gradients are not copied, and neither is amp's state about them.
     """
     original: Any = stash._optimizer
     kind: Any = type(original)
@@ -209,7 +209,7 @@ def refuse_master_weights(optimizer: Any) -> None:
 
 
 def _complete(optimizer: Any) -> None:
-    """Make what the constructor of torch's class makes. Some wrappers (Lookahead) skip it."""
+    """Create the attributes that torch's constructor creates. Some wrappers (Lookahead) skip it."""
     if not hasattr(optimizer, "state"):
         optimizer.state = collections.defaultdict(dict)
     for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
@@ -221,8 +221,8 @@ def process_optimizer(
 ) -> None:
     """Attach amp's state and methods to `optimizer`, whose losses `scalers` scale.
 
-    Masters are made at the first ``zero_grad``, ``scale_loss``, ``add_param_group`` or
-    ``load_state_dict``, so that parameters may still be moved between devices before.
+    Masters are created at the first ``zero_grad``, ``scale_loss``, ``add_param_group`` or
+    ``load_state_dict``, so parameters may still be moved to another device before that.
 
     Raises:
         RuntimeError: `optimizer` was processed already, or cannot have master weights.
@@ -237,7 +237,7 @@ def process_optimizer(
     stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer
     if type(hooked.state) is dict:
-        # Some scripts clear it so, and a step makes entries by looking them up.
+        # Some scripts clear the state this way, and a step creates entries by looking them up.
         hooked.state = collections.defaultdict(dict, hooked.state)
     hooked._amp_stash = stash
     hooked._amp_lazy_init = stash.lazy_init
@@ -253,7 +253,7 @@ def process_optimizer(
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Process `optimizer`, which was made after the last ``initialize``."""
+    """Process `optimizer`, which was created after the last ``initialize``."""
     master_weights = bool(_amp_state.opt_properties.master_weights)
     process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
     _amp_state.adopt(optimizer)
@@ -281,9 +281,9 @@ def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def adopt_before_load() -> None:
-    """Let ``load_state_dict`` of any optimizer of a model at O2 find its master weights.
+    """Make ``load_state_dict`` of any optimizer of a model at O2 find its master weights.
 
-    Of one that no ``scale_loss`` has seen yet, torch would round the state to the model's type.
-    Without effect the second time.
+    Before its first ``scale_loss``, torch would round an optimizer's state to the model's dtype.
+    Further calls have no effect.
     """
     torch.optim.Optimizer.load_state_dict = _load_state_dict  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts do with a loss scaler themselves, in the place of ``scale_loss``."""
+"""The interface for scripts that drive a loss scaler directly, without ``scale_loss``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_sc
 
 
 class ScalerByHand:
-    """The part of :class:`~apex.amp.scaler.LossScaler` with the inner names of Apex's.
+    """The part of :class:`~apex.amp.scaler.LossScaler` that has the internal names of Apex's.
 
     Note [The buffer of a script]
-    ``_overflow_buf`` is the buffer that ``amp_C``'s functions set. A script that reduces gradients
-    itself puts its own there before ``update_scale()``. So what it holds counts like an overflow
-    that the scaler has found, on every rank as the script has it; and, as in Apex, the next
-    ``scale_loss`` of this scaler clears it.
+    ``_overflow_buf`` is the buffer that the functions of ``amp_C`` set. A script that reduces
+    gradients itself assigns its own buffer before ``update_scale()``. Its value counts as an
+    overflow that the scaler has found, with the value that each rank's script has put there. As in
+    Apex, the next ``scale_loss`` of this scaler clears it.
     """
 
     dynamic: bool
     _policy: _core.LossScaler
     _policy_options: dict[str, Any]
     _buffer: Tensor | None = None
-    #: The flag by which the last update of the scale decided, on its device.
+    #: The flag that determined the last update of the scale, on its device.
     _decided: Tensor | None = None
 
     def unscale(
@@ -41,12 +41,12 @@ class ScalerByHand:
     ) -> None:
         """Write `model_grads` divided by the scale into `master_grads`.
 
-        inf and nan in `model_grads` count for the next :meth:`update_scale` if the scale is
-        dynamic. The two lists may hold the same tensors. Blocks nothing.
+        If the scale is dynamic, inf and nan in `model_grads` count for the next
+        :meth:`update_scale`. The two lists may hold the same tensors. Does not block.
 
         Args:
-            model_grads, master_grads: dense gradients, of any floating types.
-            unused_scale, models_are_masters: ignored, as what they said is known.
+            model_grads, master_grads: dense gradients, of any floating-point dtypes.
+            unused_scale, models_are_masters: ignored; accepted for compatibility.
             scale_override: divide by this instead of the scale.
         """
         del unused_scale, models_are_masters
@@ -68,9 +68,10 @@ class ScalerByHand:
         inf and nan in `model_grads` count, as in :meth:`unscale`.
 
         Args:
-            model_grads, stashed_master_grads, master_grads: dense gradients, of any floating types.
-            scale_override: the scales that the result shall have, that `model_grads` have, and that
-                `stashed_master_grads` have.
+            model_grads, stashed_master_grads, master_grads: dense gradients, of any floating-point
+                dtypes.
+            scale_override: the scales of the result, of `model_grads`, and of
+                `stashed_master_grads`.
         """
         a, b = self._inverse(None), 1.0
         if scale_override is not None:
@@ -89,7 +90,7 @@ class ScalerByHand:
         return torch.zeros(1, device=self._policy.scale_tensor().device)
 
     def _note_overflow(self, found: Tensor) -> None:
-        """Let the next update of the scale find an overflow where `found`, ``[1]``, is not 0."""
+        """Report an overflow to the next update of the scale if `found`, ``[1]``, is not 0."""
         if self.dynamic:
             marks = torch.zeros_like(found, dtype=torch.float32)
             self._policy.unscale_([marks.masked_fill_(found != 0, math.inf)])
@@ -110,16 +111,16 @@ class ScalerByHand:
             self._note_overflow(self._buffer.reshape(-1))
 
     def _begin_iteration(self) -> None:
-        """What a script has left from the iteration before does not count any more."""
+        """Clear what a script has left from the previous iteration."""
         self._decided = None
         if self._buffer is not None:
             self._buffer.zero_()
 
     @property
     def _has_overflow(self) -> bool:
-        """Whether an overflow was found that the next update will see, or that the last one saw.
+        """Whether an overflow was found that the next update will use, or that the last one used.
 
-        Waits for the device. Setting it makes the next update skip its step, or not.
+        Waits for the device. Setting it determines whether the next update skips its step.
         """
         if not self.dynamic:
             return False
@@ -135,7 +136,7 @@ class ScalerByHand:
 
     @property
     def _scale_seq_len(self) -> int:
-        """After how many clean updates in a row the scale grows."""
+        """The number of consecutive clean updates after which the scale grows."""
         interval: int = self._policy_options["growth_interval"]
         return interval
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions the user names to run in a given type, and :func:`init`."""
+"""Functions that the user registers to run in a given dtype, and :func:`init`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _decorate(function: Function, wrap: Wrap) -> Function:
 
 
 def half_function(fn: Function) -> Function:
-    """Decorator: at O1, cast floating arguments of `fn` to the low-precision type.
+    """Decorator: at O1, cast floating-point arguments of `fn` to the low-precision dtype.
 
-    Arguments inside lists, tuples and dicts, and keyword arguments, are cast, too.
+    Keyword arguments and arguments inside lists, tuples and dicts are cast as well.
     """
     return _decorate(fn, wrap_low_precision)
 
@@ -44,7 +44,7 @@ def float_function(fn: Function) -> Function:
 
 
 def promote_function(fn: Function) -> Function:
-    """Decorator: at O1, cast floating arguments of `fn` to the widest type among them."""
+    """Decorator: at O1, cast floating-point arguments of `fn` to the widest dtype among them."""
     return _decorate(fn, wrap_promote)
 
 
@@ -55,7 +55,7 @@ def _register(module: Any, name: str, wrap: Wrap) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Like :func:`half_function` for ``module.name``, from the next initialisation on.
+    """Like :func:`half_function` for ``module.name``, from the next initialization on.
 
     Raises:
         ValueError: `module` has no such attribute.
@@ -64,7 +64,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Like :func:`float_function` for ``module.name``, from the next initialisation on.
+    """Like :func:`float_function` for ``module.name``, from the next initialization on.
 
     Raises:
         ValueError: `module` has no such attribute.
@@ -73,7 +73,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Like :func:`promote_function` for ``module.name``, from the next initialisation on.
+    """Like :func:`promote_function` for ``module.name``, from the next initialization on.
 
     Raises:
         ValueError: `module` has no such attribute.
@@ -90,10 +90,10 @@ def init(
     dtype: torch.dtype = torch.float16,
     device_types: Collection[str] | None = None,
 ) -> AmpHandle | NoOpHandle:
-    """Turn on the casts of level O1, without touching models or optimizers.
+    """Turn on the casts of level O1, without changing models or optimizers.
 
-    An earlier handle is deactivated first. Functions registered since then take effect now; those
-    that an earlier handle casts, if it is active, stay so.
+    An earlier handle is deactivated first. Functions registered since then take effect now.
+    Registrations of an active earlier handle are kept.
 
     Args:
         enabled: False returns a handle that does nothing.
@@ -103,8 +103,8 @@ def init(
         verbose: print every cast.
         allow_banned: run ``binary_cross_entropy`` on low-precision inputs in float32 instead of
             raising NotImplementedError.
-        dtype: the low-precision type.
-        device_types: device types whose tensors are cast; None: CUDA where there is one, else CPU.
+        dtype: the low-precision dtype.
+        device_types: device types whose tensors are cast; None: CUDA if available, else CPU.
 
     Returns:
         The handle, also at ``_amp_state.handle``.

@@ -21,13 +21,13 @@ def _require_floating(name: str, value: Any) -> None:
 
 
 class Properties:
-    """The choices of one level, with overrides; attributes, and a dict at ``options``.
+    """The options of one level with overrides, as attributes and as the dict ``options``.
 
-    Setting an attribute checks it against the others, so set ``opt_level`` first.
+    Setting an attribute validates it against the others, so set ``opt_level`` first.
     """
 
     options: dict[str, Any]
-    #: The type level O1 casts to.
+    #: The dtype that level O1 casts to.
     low_precision: torch.dtype
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Properties:
 
 
 class Level:
-    """One optimization level: a sentence about it, and the property values it stands for."""
+    """One optimization level: a one-line description and its property values."""
 
     def __init__(self, brief: str, low_precision: torch.dtype, **values: Any) -> None:
         self.brief = brief
@@ -121,7 +121,7 @@ class Level:
         self.patch_torch_functions: bool = values["patch_torch_functions"]
 
     def __call__(self, properties: Properties, name: str | None = None) -> Properties:
-        """Write the level's values into `properties`, unchecked."""
+        """Write the level's values into `properties`, without validation."""
         if name is None:
             name = next(known for known, level in LEVELS.items() if level is self)
         vars(properties)["low_precision"] = self.low_precision
@@ -158,7 +158,7 @@ opt_levels = LEVELS
 
 
 def O0() -> Level:  # noqa: N802
-    """The level of this name, a class in Apex: ``O0()(properties)`` fills in its values."""
+    """The level of this name. In Apex it is a class; ``O0()(properties)`` sets its values."""
     return LEVELS["O0"]
 
 
@@ -221,43 +221,43 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training, in place.
 
-    Call it once, with everything, after the models are on their devices and before they are
-    wrapped for data parallelism.
+    Call it once, with all models and optimizers, after the models are on their devices and before
+    they are wrapped for data parallelism.
 
     Args:
         models: a module, or a list of modules.
         optimizers: an optimizer, a list of optimizers, or None for inference.
-        enabled: False returns the arguments untouched, and ``scale_loss`` yields its loss.
+        enabled: False returns the arguments unchanged, and ``scale_loss`` yields its loss.
         opt_level: O0 (float32), O1 (casts around functions), O2 (low-precision model with float32
             masters), O3 (low-precision throughout), or O1-bf16, O2-bf16, O3-bf16.
-        cast_model_type: type of the model; False: do not cast.
+        cast_model_type: dtype of the model; False: do not cast.
         patch_torch_functions: casts around functions; O1 only.
-        keep_batchnorm_fp32: leave affine batch norm in float32; also "True" or "False".
+        keep_batchnorm_fp32: keep affine batch norm in float32; also "True" or "False".
         master_weights: let the optimizer update float32 copies.
         loss_scale: a number, or "dynamic"; also as a string.
-        cast_model_outputs: type of the models' floating outputs; None: float32 where the model is
-            cast, unchanged otherwise.
-        num_losses: number of loss scalers, told apart by ``loss_id`` of ``scale_loss``.
+        cast_model_outputs: dtype of the models' floating-point outputs; None: float32 if the model
+            is cast, unchanged otherwise.
+        num_losses: number of loss scalers, which ``loss_id`` of ``scale_loss`` selects.
         verbosity: 0 prints nothing, 1 the options and skipped steps, 2 also the casts of O1.
-        min_loss_scale: floor of dynamic scales.
-        max_loss_scale: cap of dynamic scales.
+        min_loss_scale: lower bound of dynamic scales.
+        max_loss_scale: upper bound of dynamic scales.
         overflow_group: the process group whose ranks decide together whether to skip a step;
-            None: all ranks, if a default process group exists; False: each rank by itself.
+            None: all ranks, if a default process group exists; False: each rank decides alone.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if optimizers were given; lists stay lists.
 
     Raises:
-        RuntimeError: an unknown level, options that contradict each other, a model that is
-            low-precision, wrapped already, or cast while torch's wrapper holds its parameters, an
-            optimizer passed twice or an FP16_Optimizer.
-        TypeError: tuples, or other types, where models and optimizers belong; what is no floating
-            type as `cast_model_type` or `cast_model_outputs`.
-        ValueError: a loss scale, or bounds of it, that are not positive and finite; `num_losses`
-            below 1.
-        AssertionError: another string as `keep_batchnorm_fp32`.
+        RuntimeError: for an unknown level or contradictory options; for a model that is already
+            low-precision or wrapped, or that would be cast while torch's wrapper holds its
+            parameters; for an optimizer that is passed twice or is an FP16_Optimizer.
+        TypeError: if models or optimizers are tuples or other types, or if `cast_model_type` or
+            `cast_model_outputs` is not a floating-point dtype.
+        ValueError: if a loss scale or a bound of it is not positive and finite, or if `num_losses`
+            is below 1.
+        AssertionError: if `keep_batchnorm_fp32` is another string.
 
-    Not thread safe. At O1 casts happen in the calling thread, like those of ``torch.autocast``.
+    Not thread safe. At O1, casts happen in the calling thread, as with ``torch.autocast``.
     """
     given_optimizers = optimizers is not None
     _amp_state.verbosity = verbosity
@@ -306,9 +306,10 @@ def initialize(
 
 
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    """The loss scalers: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+    """The state of the loss scalers: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}}``.
 
-    Written into `destination` where given. Plain numbers; waits for the device.
+    One entry per scaler, as plain numbers, written into `destination` if given. Waits for the
+    device.
     """
     if destination is None:
         destination = OrderedDict()
@@ -320,10 +321,10 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Restore the loss scalers; call it after :func:`initialize`.
 
-    Says so if the number of scalers differs, and loads those that exist.
+    If the number of scalers differs, prints a message and loads the ones that exist.
 
     Raises:
-        RuntimeError: a key that is not a loss scaler's.
+        RuntimeError: a key does not belong to a loss scaler.
     """
     unknown = [key for key in state_dict if "loss_scaler" not in key]
     if unknown:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex's module of this name."""
+"""The module ``apex.amp.handle`` of NVIDIA's Apex."""
 
 from ._handle import AmpHandle, NoOpHandle, disable_casts
 from .scaling import scale_loss

@@ -2,13 +2,13 @@
 """Wrappers that cast arguments, and a registry that installs and removes them.
 
 Note [Autocast is the switch]
-Level O1 turns ``torch.autocast`` on for the thread that called ``initialize``, and patches the
-functions whose old behaviour autocast does not have (most of them on the CPU, few on CUDA), or
-which need the parameter cache. Every wrapper asks autocast whether casting is on for the device of
-a tensor. So ``disable_casts``, ``torch.autocast(..., enabled=False)``, activation checkpointing
-(which restores the autocast state of the forward in its recomputation) and libraries that look at
-``torch.is_autocast_enabled`` all agree. Autocast's own cache of weights is off: a copy made under
-``no_grad`` would be used for training and lose the gradient.
+Level O1 enables ``torch.autocast`` for the thread that called ``initialize``. It patches the
+functions whose behavior in Apex autocast does not have (most of them on the CPU, few on CUDA), or
+which need the parameter cache. Every wrapper checks whether autocast is on for the device of a
+tensor. So ``disable_casts``, ``torch.autocast(..., enabled=False)``, activation checkpointing
+(whose recomputation restores the autocast state of the forward) and libraries that check
+``torch.is_autocast_enabled`` all agree. Autocast's own weight cache is off, because a copy made
+under ``no_grad`` would be used in training and lose the gradient.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _MISSING = object()
 
 
 class PatchSet:
-    """Attributes replaced on modules and classes; :meth:`restore` puts every one back."""
+    """Attributes replaced on modules and classes. :meth:`restore` restores all of them."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def replace(self, namespace: Any, name: str, wrap: Callable[[Function], Function]) -> None:
-        """Set ``namespace.name`` to ``wrap(namespace.name)``; static methods stay static."""
+        """Set ``namespace.name`` to ``wrap(namespace.name)``. Static methods stay static."""
         static = inspect.getattr_static(namespace, name) if isinstance(namespace, type) else None
         if isinstance(static, (staticmethod, classmethod)):
             new: Any = type(static)(wrap(static.__func__))
@@ -51,13 +51,13 @@ class PatchSet:
         setattr(namespace, name, new)
 
     def restore(self) -> None:
-        """Undo all replacements, last one first. May be called again."""
+        """Undo all replacements in reverse order. Further calls do nothing."""
         self._undo()
         self._replaced.clear()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which nothing is replaced, in any thread."""
+        """Context in which all replacements are undone, in all threads."""
         present = [
             (namespace, name, vars(namespace)[name]) for namespace, name, _ in self._replaced
         ]
@@ -86,7 +86,8 @@ def _writes_to_out(kwargs: dict[str, Any]) -> bool:
 
 
 def _cast_low(handle: AmpHandle, original: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """`args` and `kwargs` in the low-precision type, unless everything floating is double."""
+    """`args` and `kwargs` in the low-precision dtype, unless all floating-point tensors are
+    double."""
     if _writes_to_out(kwargs):
         return args, kwargs
     dtypes = {tensor.dtype for tensor in _floating_tensors(args, kwargs)}
@@ -97,7 +98,8 @@ def _cast_low(handle: AmpHandle, original: Function, args: Any, kwargs: Any) -> 
 
 
 def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
-    """Cast floating arguments to the handle's low-precision type. All-double calls stay double."""
+    """Cast floating-point arguments to the handle's low-precision dtype, but keep all-double
+    calls."""
     cast = handle.caster(None, original)
 
     @functools.wraps(original)
@@ -105,7 +107,7 @@ def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
         if not handle.any_casting():
             return original(*args, **kwargs)
         if not kwargs:
-            # The way of almost every call, with as little work as possible.
+            # The fast path, which almost every call takes.
             simple: list[Any] = []
             for arg in args:
                 if isinstance(arg, torch.Tensor):
@@ -127,8 +129,9 @@ def wrap_low_precision(handle: AmpHandle, original: Function) -> Function:
 def wrap_recurrent(handle: AmpHandle, original: Function) -> Function:
     """Like :func:`wrap_low_precision`, for the kernels of ``torch._VF``.
 
-    Autocast has a float16 cast for cuDNN's recurrent networks that also lays the weights out as
-    cuDNN wants them, so that is left to it. It knows float16 only, and must not see bfloat16.
+    Autocast has a float16 cast for cuDNN's recurrent networks that also packs the weights in
+    cuDNN's layout, so float16 is left to autocast. It supports only float16, so it must not see
+    bfloat16.
     """
     cell = original.__name__.endswith("_cell")
 
@@ -163,7 +166,7 @@ def wrap_float32(handle: AmpHandle, original: Function) -> Function:
 
 
 def wrap_float32_to_one_number(handle: AmpHandle, original: Function) -> Function:
-    """Like :func:`wrap_float32`, for a call with a tensor and no dimension or type to reduce to."""
+    """Like :func:`wrap_float32`, for calls with a tensor and without a dimension or dtype."""
     widened = wrap_float32(handle, original)
 
     @functools.wraps(original)
@@ -175,7 +178,7 @@ def wrap_float32_to_one_number(handle: AmpHandle, original: Function) -> Functio
 
 
 def wrap_promote(handle: AmpHandle, original: Function) -> Function:
-    """Cast floating arguments to the widest floating type among them."""
+    """Cast floating-point arguments to the widest floating-point dtype among them."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +194,7 @@ def wrap_promote(handle: AmpHandle, original: Function) -> Function:
 
 
 def wrap_cast_to_self(handle: AmpHandle, original: Function) -> Function:
-    """For in-place methods: cast the other floating arguments to the type of the first."""
+    """For in-place methods: cast the other floating-point arguments to the dtype of the first."""
 
     @functools.wraps(original)
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -246,9 +249,9 @@ def wrap_banned(handle: AmpHandle, original: Function, name: str, remedy: str) -
 def wrap_backward(handle: AmpHandle, original: Function) -> Function:
     """Run the backward pass with casts off, as torch.autocast recommends, and end the iteration.
 
-    See Note [Writes that nobody sees] in ``casts.py``. `original` is the function that all of
-    ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` call: a script may have imported
-    these before they could be replaced.
+    See Note [Writes without a version change] in ``casts.py``. `original` is the internal function
+    that ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` all call. Scripts may have
+    imported these three before they could be replaced.
     """
 
     @functools.wraps(original)
@@ -263,7 +266,7 @@ def wrap_backward(handle: AmpHandle, original: Function) -> Function:
 
 
 def wrap_uncast(handle: AmpHandle, original: Function) -> Function:
-    """Run with casts off: autocast would cast what the lists do not ask for."""
+    """Run with casts off, because autocast would apply its own lists inside the function."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -276,9 +279,9 @@ def wrap_uncast(handle: AmpHandle, original: Function) -> Function:
 
 
 def wrap_script(patches: PatchSet, original: Function) -> Function:
-    """Compile what torch has: TorchScript knows torch's functions, not what takes their place.
+    """Compile with torch's original functions, because TorchScript does not know the replacements.
 
-    torch itself scripts functions, at the first forward-mode derivative for one.
+    torch itself also scripts functions, for example at the first forward-mode derivative.
     """
 
     @functools.wraps(original)
@@ -291,12 +294,12 @@ def wrap_script(patches: PatchSet, original: Function) -> Function:
     return script
 
 
-#: How a function is wrapped, and of a banned one the remedy.
+#: The wrapper of a function, and the remedy if the function is banned.
 _Kind = tuple[Callable[..., Function], str]
 
 
 def _kinds(overrides: Any) -> dict[str, _Kind]:
-    """What the lists of one namespace say of each function; the first list that has it counts."""
+    """The wrapper of each function in one namespace. The first list that names it applies."""
     kinds: dict[str, _Kind] = {}
     for names, wrap in (
         (overrides.FP16_FUNCS, wrap_low_precision),
@@ -314,18 +317,18 @@ def _kinds(overrides: Any) -> dict[str, _Kind]:
 
 
 _OVERRIDES = (torch_overrides, functional_overrides, tensor_overrides)
-#: As they are before a script changes the lists.
+#: The wrappers before a script changes the lists.
 _DEFAULTS = [_kinds(overrides) for overrides in _OVERRIDES]
-#: Has wrappers of its own.
+#: Functions with special wrappers.
 _APART = {"__ipow__"}
 _NOT_PATCHED = {*defaults.PROMOTED_BY_TORCH, *defaults.SEQUENCES_PROMOTED_BY_TORCH}
 
 
 def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
-    """Patch what the lists name.
+    """Patch the functions in the lists.
 
-    A function that promotes, or that a script has moved from one list to another, or out of all,
-    runs with casts off inside: autocast has lists of its own, which know nothing of that.
+    A function that promotes, or that a script has moved to another list or removed, runs with casts
+    off inside. Otherwise autocast would apply its own lists.
     """
     registered = {(id(module), name) for module, name, _ in handle._registered}
     for overrides, unchanged in zip(_OVERRIDES, _DEFAULTS, strict=True):
@@ -346,9 +349,9 @@ def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
 
 
 def _install_registered(handle: AmpHandle, patches: PatchSet) -> None:
-    """Patch what the user has registered; what the lists say of it does not count then.
+    """Patch the functions that the user has registered. Registrations override the lists.
 
-    A function of torch's runs with casts off inside: autocast has lists of its own.
+    torch's own functions run with casts off inside, because autocast would apply its own lists.
     """
     for module, name, wrap in handle._registered:
         if any(module is overrides.MODULE for overrides in _OVERRIDES):
@@ -357,7 +360,7 @@ def _install_registered(handle: AmpHandle, patches: PatchSet) -> None:
 
 
 def _in_place_float32() -> tuple[str, ...]:
-    """The in-place methods of Tensor that belong to its float32 functions, such as ``exp_``."""
+    """The in-place methods of Tensor that correspond to float32 functions, such as ``exp_``."""
     listed = tensor_overrides.FP32_FUNCS
     names = [f"{name}_" for name in listed if not name.startswith("__")]
     own = ("__ipow__",) if "__ipow__" in listed else ()
@@ -365,7 +368,7 @@ def _in_place_float32() -> tuple[str, ...]:
 
 
 def install(handle: AmpHandle, patches: PatchSet) -> None:
-    """Patch everything that :mod:`apex.amp.lists` names, and autograd's start of a backward."""
+    """Patch everything that :mod:`apex.amp.lists` names, and autograd's entry to backward."""
     _install_registered(handle, patches)
     _install_lists(handle, patches)
     for name in defaults.LOW_PRECISION_RECURRENT:
@@ -379,5 +382,6 @@ def install(handle: AmpHandle, patches: PatchSet) -> None:
     for name in ("torch.jit", "torch.jit._script", "torch.jit._trace"):
         if hasattr(sys.modules.get(name), "script"):
             patches.replace(sys.modules[name], "script", functools.partial(wrap_script, patches))
-    for module in (torch.autograd, torch.autograd.graph):  # torch.compiler copies it back
+    # A context of torch.compiler assigns one of the two to the other.
+    for module in (torch.autograd, torch.autograd.graph):
         patches.replace(module, "_engine_run_backward", functools.partial(wrap_backward, handle))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of Apex's support for recurrent modules, which level O1 casts without it here."""
+"""Names of Apex's support for recurrent modules. Here, level O1 casts these without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
 
 class VariableFunctionsShim:
-    """Has the functions of ``torch._VF`` that recurrent modules and cells call."""
+    """Provides the functions of ``torch._VF`` that recurrent modules and cells call."""
 
     def __init__(self) -> None:
         for name in RNN_NAMES:
@@ -20,7 +20,7 @@ class VariableFunctionsShim:
 
 
 def has_old_rnns() -> bool:
-    """Whether torch is older than 1.0: it is not."""
+    """Whether torch is older than 1.0. Always False."""
     return False
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scaling: multiply the loss, divide the gradients, and adapt the factor to overflows.
+"""Loss scaling: multiplies the loss, divides the gradients, and adapts the scale to overflows.
 
-The work is done by ``apex::amp::LossScaler`` in C++; this class adds the names scripts use.
+``apex::amp::LossScaler`` in C++ implements it. This class adds the names that scripts use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def _real(grad: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of `grad`, in its memory (one may be negated: lazy conj)."""
+    """The real and imaginary parts of `grad`, as views (a part may be lazily negated by conj)."""
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
@@ -44,16 +44,16 @@ def _warn_of_scales(rank: int, scales: list[float]) -> None:
 
 
 class LossScaler(ScalerByHand):
-    """One loss's scaler, with the attributes scripts use: ``loss_scale()``, ``_loss_scale``,
-    ``_unskipped``, ``dynamic``.
+    """The scaler of one loss, with the attributes that scripts use: ``loss_scale()``,
+    ``_loss_scale``, ``_unskipped``, ``dynamic``.
 
     Args:
         loss_scale: a positive number (never changes, never skips) or ``"dynamic"``.
-        init_scale: first scale of a dynamic scaler, lowered to `max_loss_scale` where larger.
-        scale_factor: what the scale is divided by on overflow and multiplied by on growth.
-        scale_window: number of clean iterations in a row before the scale grows.
-        min_loss_scale: floor of a dynamic scale; None: the smallest normal float32 number.
-        max_loss_scale: cap of a dynamic scale.
+        init_scale: first scale of a dynamic scaler, at most `max_loss_scale`.
+        scale_factor: divides the scale on overflow and multiplies it on growth.
+        scale_window: number of consecutive clean iterations before the scale grows.
+        min_loss_scale: lower bound of a dynamic scale; None: the smallest normal float32 number.
+        max_loss_scale: upper bound of a dynamic scale.
 
     Raises:
         ValueError: a scale that is not positive and finite, or an unknown string.
@@ -86,7 +86,7 @@ class LossScaler(ScalerByHand):
             "growth_factor": scale_factor,
             "backoff_factor": 1.0 / scale_factor,
             "growth_interval": scale_window,
-            # Below it, 1/scale would be infinite in float32, and gradients nan.
+            # Below it, 1/scale is infinite in float32, and gradients become nan.
             "min_scale": _SMALLEST if min_loss_scale is None else min_loss_scale,
             "max_scale": max_loss_scale if self.dynamic else None,
         }
@@ -95,26 +95,27 @@ class LossScaler(ScalerByHand):
         self._scale_factor = scale_factor
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
-        #: Counts changes of the scale, so that gradients left scaled can be told apart.
+        #: Counts changes of the scale, to identify the scale of gradients that were left scaled.
         self._generation = 0
-        #: Of scale_loss that are entered now, and the optimizers whose overflow they leave to the
-        #: outermost of them.
+        #: The number of open scale_loss contexts, and the optimizers whose overflow check they
+        #: leave to the outermost context.
         self.contexts = 0
         self.to_check: list[Any] = []
-        #: Optimizers of contexts with ``delay_overflow_check`` that nobody looked at yet.
+        #: Optimizers of contexts with ``delay_overflow_check`` whose overflow is not evaluated yet.
         self.deferred: list[Any] = []
-        #: Whose ranks ``scale_loss`` combines the overflow flag of: None (all), a group, or False.
+        #: The ranks over which ``scale_loss`` combines the overflow flag: None (all), a group, or
+        #: False.
         self.overflow_group: Any = None
 
     def take_deferred(self) -> list[Any]:
-        """The optimizers whose overflow is looked at now."""
+        """The optimizers with a deferred overflow check. Clears the list."""
         stashes, self.deferred = self.deferred, []
         for stash in stashes:
             stash.deferred.pop(self, None)
         return stashes
 
     def loss_scale(self) -> float:
-        """The current scale. Dynamic: copies one number from the device, and waits for it."""
+        """The current scale. If dynamic, waits for the device to copy one number to the host."""
         return self._policy.get_scale() if self._static is None else self._static
 
     @property
@@ -137,55 +138,55 @@ class LossScaler(ScalerByHand):
         self._policy.set_growth_tracker(int(value))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss.float()`` times the scale, on the loss's device. Blocks nothing."""
+        """``loss.float()`` times the scale, on the loss's device. Does not block."""
         self._begin_iteration()
         return self._policy.scale(loss)
 
     def scale_tensor(self) -> torch.Tensor:
-        """The scale as a float32 tensor of shape [1] on its device; later updates may change it."""
+        """The scale as a float32 tensor ``[1]`` on its device. Later updates may change it."""
         return self._policy.scale_tensor()
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply `grads` by 1/scale in place; remember inf or nan in them if dynamic.
+        """Multiply `grads` by 1/scale in place. If dynamic, record inf or nan in them.
 
-        Any mix of floating and complex dtypes and devices; sparse COO gradients must be coalesced.
-        Blocks nothing.
+        Floating-point and complex dtypes and devices may be mixed. Sparse COO gradients must be
+        coalesced. Does not block.
 
         Raises:
-            ValueError: a gradient of integers, or sparse and not coalesced.
+            ValueError: a gradient of integers, or a sparse one that is not coalesced.
         """
         if self._static != 1.0:
             self._policy.unscale_([_real(grad) if grad.is_complex() else grad for grad in grads])
 
     def found_inf(self) -> torch.Tensor:
-        """Float32 tensor of shape [1]: 1 if a gradient since the last update was not finite."""
+        """Float32 tensor ``[1]``: 1 if a gradient since the last update was not finite, else 0."""
         return self._policy.found_inf()
 
     def clear_overflow_state(self) -> None:
-        """Forget non-finite gradients seen since the last update."""
+        """Clear the record of non-finite gradients since the last update."""
         self._policy.clear_found_inf()
         self._begin_iteration()
 
     def ranks(self, group: Any = None) -> int:
-        """How many ranks :meth:`synchronize` talks to, this one included."""
+        """The number of ranks that :meth:`synchronize` involves, including this one."""
         distributed = torch.distributed
         if not self.dynamic or not distributed.is_available() or not distributed.is_initialized():
             return 1
         return distributed.get_world_size(group)
 
     def synchronize(self, group: Any = None, has_loss: bool = True) -> None:
-        """Make the overflow flag and the scale the same on every rank of `group` (None: all ranks).
+        """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
 
-        One all-reduce of two numbers for each rank for a dynamic scaler; nothing for a static one,
-        with one rank, or without an initialised process group. If the scales of the ranks differed
-        (a state was loaded on one rank only), every rank takes the smallest, and the flag is set:
-        the average of their gradients is wrong, so the step is skipped. With the scale on the CPU,
-        a RuntimeWarning names the ranks. Every rank of the group must call it. On Gloo it blocks
-        the host, on NCCL only the stream.
+        For a dynamic scaler, one all-reduce of two numbers per rank. No communication for a static
+        scaler, with one rank, or without an initialized process group. If the scales of the ranks
+        differ (a state was loaded on one rank only), every rank takes the smallest one and the flag
+        is set. The step is then skipped, because the average of the gradients is wrong. With the
+        scale on the CPU, a RuntimeWarning names the ranks. Every rank of the group must call this
+        method. It blocks the host with Gloo, and only the stream with NCCL.
 
         Args:
             group: see above.
-            has_loss: False: this rank scaled no loss; it takes part and keeps its scale.
+            has_loss: False if this rank has scaled no loss; it participates and keeps its scale.
         """
         if self.ranks(group) < 2:
             return
@@ -196,7 +197,7 @@ class LossScaler(ScalerByHand):
             join.announce_overflow_flags(self, group)
         self._take_buffer()
         scale = self._policy.scale_tensor()
-        # Each rank has a row, which the others leave zero. A scale is positive.
+        # Each rank fills its own row and leaves the others zero. A scale is positive.
         rows = torch.zeros(distributed.get_world_size(group), 2, device=scale.device)
         if has_loss:
             mine = rows[distributed.get_rank(group)]
@@ -210,8 +211,8 @@ class LossScaler(ScalerByHand):
     def _agree(
         self, group: Any, scale: torch.Tensor, flags: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Take over what the ranks of `group` have found, and the smallest of their scales."""
-        smallest = scales.masked_fill(scales == 0, math.inf).min()  # 0: a rank without a loss
+        """Set the flag if any rank of `group` has set it, and take the smallest of their scales."""
+        smallest = scales.masked_fill(scales == 0, math.inf).min()  # 0 marks a rank without a loss
         differ = scales.max() != smallest
         if scale.device.type == "cpu" and bool(differ):
             _warn_of_scales(torch.distributed.get_rank(group), scales.tolist())
@@ -219,7 +220,7 @@ class LossScaler(ScalerByHand):
         self._note_overflow(torch.maximum(flags.max(), differ.float()).reshape(1))
 
     def update_scale_async(self) -> torch.Tensor:
-        """Adapt the scale on the device and return the flag that decided; blocks nothing."""
+        """Adapt the scale on the device and return the flag that determined it. Does not block."""
         self._take_buffer()
         self._decided = found_inf = self._policy.found_inf()
         self._policy.update()
@@ -229,7 +230,7 @@ class LossScaler(ScalerByHand):
     def update_scale(self) -> bool:
         """Adapt the scale and return whether this step must be skipped.
 
-        Waits for the device, once (dynamic only): the host has to know whether to skip.
+        If dynamic, waits for the device once, because the host needs the decision.
         """
         if not self.dynamic:
             self._policy.clear_found_inf()
@@ -248,7 +249,7 @@ class LossScaler(ScalerByHand):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Also takes the attributes of a scaler that Apex pickled.
+        # Also accepts the attributes of a scaler that Apex pickled.
         LossScaler.__init__(
             self,
             "dynamic" if state["dynamic"] else state["_loss_scale"],
@@ -265,6 +266,6 @@ class LossScaler(ScalerByHand):
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._loss_scale = float(state["loss_scale"])
         self._unskipped = int(state["unskipped"])

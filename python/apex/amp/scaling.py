@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-""":func:`scale_loss`: the context around a backward pass."""
+""":func:`scale_loss`, the context around a backward pass."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _stashes(optimizers: Any) -> list[OptimizerStash]:
             )
         stash = find_stash(optimizer)
         if stash is None and _amp_state.opt_properties.enabled:
-            adopt(optimizer)  # made after initialize, as some scripts do
+            adopt(optimizer)  # created after initialize, as some scripts do
             stash = find_stash(optimizer)
-        if stash is not None and stash not in stashes:  # a LARC and the one inside it have one
+        # a LARC and its inner optimizer share one stash
+        if stash is not None and stash not in stashes:
             stashes.append(stash)
     return stashes
 
@@ -59,33 +60,32 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Context that yields the scaled loss; call ``backward()`` on it inside.
 
-    Gradients of earlier contexts stay, and backward adds to them. On exit the gradients of the
-    optimizers' parameters (of the masters, where there are masters) are unscaled, the scale is
-    adapted, and after an overflow the next ``step()`` of each optimizer does nothing, once. The
-    overflow flag is combined over the ranks first, so every rank skips or none does, and all have
-    one scale: with a dynamic scale every rank of the group must leave as many of these contexts as
-    the others.
+    Gradients of earlier contexts are kept, and backward adds to them. On exit, the gradients of the
+    optimizers' parameters (or of their masters) are unscaled and the scale is adapted. After an
+    overflow, the next ``step()`` of each optimizer does nothing. The overflow flag is first
+    combined over the ranks, so all ranks skip or none does, and all use one scale. With a dynamic
+    scale, every rank of the group must therefore exit the same number of these contexts.
 
     Args:
         loss: a floating-point scalar.
         optimizers: the optimizer, or list of optimizers, whose parameters get gradients from this
-            loss. :class:`~apex.parallel.LARC.LARC` and optimizers made after ``initialize`` are
+            loss. :class:`~apex.parallel.LARC.LARC` and optimizers created after ``initialize`` are
             accepted.
         loss_id: which of ``num_losses`` scalers to use.
         model: ignored; kept for old scripts.
-        delay_unscale: leave the gradients scaled, for a later context without it; until then
+        delay_unscale: leave the gradients scaled, for a later context without it. Until then,
             ``step()`` raises RuntimeError.
-        delay_overflow_check: neither adapt the scale nor skip; the next context of the same
-            ``loss_id`` without it, or the next step, counts what this one found.
+        delay_overflow_check: neither adapt the scale nor skip. The next context of the same
+            ``loss_id`` without it, or the next step, counts the overflow of this one.
 
     Raises:
-        RuntimeError: before ``initialize``, an unknown `loss_id`, inside another context of the
-            same optimizer, or where the process group was destroyed in the body.
-        TypeError: `loss` or `optimizers` is something else.
+        RuntimeError: before ``initialize``, for an unknown `loss_id`, inside another context of the
+            same optimizer, or if the body destroyed the process group.
+        TypeError: `loss` or `optimizers` has another type.
 
-    Waits for the device once if the scale is dynamic, and not at all if every optimizer is, on an
-    accelerator, one of torch's fused ones or a capturable one that has made its first step (then
-    no overflow message is printed).
+    If the scale is dynamic, waits for the device once. It does not wait if every optimizer is on an
+    accelerator and is one of torch's fused optimizers, or a capturable one that has made its first
+    step. No overflow message is printed then.
     """
     del model
     if not isinstance(loss, torch.Tensor):
@@ -100,13 +100,13 @@ def scale_loss(
         return
     scaler = _scaler(stashes[0], loss_id)
     entered = False
-    failure: Exception | None = None  # of a step that all ranks skip
+    failure: Exception | None = None  # the error of a step that all ranks skip
     try:
         scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
         masters = any(stash.master_weights for stash in stashes)
         if not masters and scaler._static == 1.0 and not scaled_before:
             yield loss.float()
-            pending.complete()  # for who reads gradients before step()
+            pending.complete()  # for code that reads gradients before step()
             return
         ranks_then = ranks(scaler)
         scaler.contexts += 1
@@ -127,14 +127,14 @@ def scale_loss(
             try:
                 yield scaler.scale(loss)
             except Exception as error:
-                # What arrives later would be written over the gradients that are put back.
+                # A gradient that arrives later would overwrite the restored gradients.
                 with contextlib.suppress(Exception):  # the body's own error is the one to report
                     pending.complete()
                 if skipped_steps.count() <= skipped:
                     raise
                 # The other ranks did not fail, so they will exchange their overflow flags below.
                 failure = error
-            pending.complete()  # an OverlappedOptimizer's: what is read now has to be there
+            pending.complete()  # gradients of an OverlappedOptimizer, which are read below
             for stash in stashes:
                 if delay_unscale:
                     stash.delay_unscale(scaler)
@@ -149,7 +149,8 @@ def scale_loss(
         forget_casts()
         if entered:
             scaler.contexts -= 1
-        # The scale may change now, so contexts of the same scaler around this one come first.
+        # The scale may change now, so inner contexts of the same scaler leave this to the
+        # outermost.
         if entered and scaler.to_check and scaler.contexts == 0:
             checked, scaler.to_check = scaler.to_check, []
             checked += [stash for stash in scaler.take_deferred() if stash not in checked]

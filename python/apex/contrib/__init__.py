@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Holds the names of ``apex.contrib`` that old scripts import beside :mod:`apex.amp`."""
+"""The names of ``apex.contrib`` that old scripts import together with :mod:`apex.amp`."""

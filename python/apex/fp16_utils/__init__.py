@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tools for mixed precision by hand, with the interface of NVIDIA Apex's ``fp16_utils``."""
+"""Tools for manual mixed precision, with the interface of NVIDIA Apex's ``fp16_utils``."""
 
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (

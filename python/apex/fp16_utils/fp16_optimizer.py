@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer wrapper with float32 masters and loss scaling, driven by hand."""
+"""An optimizer wrapper with float32 masters and loss scaling, which the script calls directly."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .fp16util import (
 class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     """Wrap `init_optimizer` so that it updates float32 masters of low-precision parameters.
 
-    Use ``optimizer.backward(loss)`` instead of ``loss.backward()``. New scripts are better served
-    by :func:`apex.amp.initialize`.
+    Call ``optimizer.backward(loss)`` instead of ``loss.backward()``. For new scripts,
+    :func:`apex.amp.initialize` is the better choice.
 
     Args:
-        init_optimizer: any torch optimizer, :class:`~apex.parallel.LARC.LARC` included; its
+        init_optimizer: any torch optimizer, including :class:`~apex.parallel.LARC.LARC`. Its
             ``param_groups`` hold the masters from now on.
         static_loss_scale: the loss scale, unless dynamic.
-        dynamic_loss_scale: adapt the scale and skip steps that overflow, on all ranks of the
-            attribute ``overflow_group`` alike (every one of them has to call
-            :meth:`update_master_grads` as often as the others).
+        dynamic_loss_scale: adapt the scale and skip steps that overflow. All ranks of the
+            attribute ``overflow_group`` skip together, so each of them has to call
+            :meth:`update_master_grads` the same number of times.
         dynamic_loss_args: keyword arguments of the dynamic scaler (``init_scale``,
             ``scale_factor``, ``scale_window``, ``min_loss_scale``, ``max_loss_scale``).
-        verbose: announce skipped steps, on rank 0.
+        verbose: print skipped steps, on rank 0.
 
     Not thread safe.
     """
@@ -66,16 +66,17 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
             self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
         else:
             self.loss_scaler = LossScaler(static_loss_scale)
-        #: Whose ranks skip together: None (all), a process group, or False (this rank alone).
+        #: The ranks that skip together: None (all), a process group, or False (this rank alone).
         self.overflow_group: Any = None
         self.overflow = False
         self.first_closure_call_this_step = True
-        #: No step was made since the masters were made or loaded.
+        #: True if no step was made since the masters were created or loaded.
         self._masters_follow = True
-        #: Of float32 parameters: gradients that :meth:`update_master_grads` has unscaled, and their
-        #: versions then.
+        #: Gradients of float32 parameters that :meth:`update_master_grads` has unscaled, with their
+        #: versions at that time.
         self._unscaled: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        #: The number of changes of the scale, and the scale, of the model's present gradients.
+        #: How often the scale had changed, and the scale, when the model's current gradients were
+        #: made.
         self._scaled_by: tuple[int, torch.Tensor] | None = None
         self.clip_grad_norm = clip_grad_norm
 
@@ -122,14 +123,14 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Scale `loss` in float32 and run its backward pass, which adds to present gradients.
+        """Scale `loss` in float32 and run its backward pass, which adds to existing gradients.
 
         Args:
             loss: a scalar; it is not changed.
-            update_master_grads: also call :meth:`update_master_grads`. Pass False to add up
-                several losses, or to work on the model's scaled gradients first, and call it
+            update_master_grads: also call :meth:`update_master_grads`. Pass False to accumulate
+                several losses, or to process the model's scaled gradients first. Then call it
                 yourself before :meth:`step`.
-            retain_graph: as of ``Tensor.backward``.
+            retain_graph: as in ``Tensor.backward``.
         """
         self._match_scale()
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
@@ -138,7 +139,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     @torch.no_grad()
     def _match_scale(self) -> None:
-        """Bring the gradients of earlier backwards to the present scale."""
+        """Convert the gradients of earlier backward passes to the current scale."""
         scaler = self.loss_scaler
         present, scale = scaler._generation, scaler.scale_tensor()
         if self._scaled_by is not None and self._scaled_by[0] != present:
@@ -152,11 +153,11 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Copy the model's gradients to the masters, unscale, and look for overflow.
+        """Copy the model's gradients to the masters, unscale them, and check for overflow.
 
         Sets ``overflow`` and adapts a dynamic scale. Waits for the device if the scale is dynamic.
-        Until the first step, masters take over what was written into the model's parameters, by a
-        broadcast for example.
+        Until the first step, the masters take values written into the model's parameters, for
+        example by a broadcast.
         """
         if self._masters_follow:
             for master, param in zip(
@@ -182,7 +183,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         """Run the wrapped optimizer's step and copy the masters to the model.
 
         Does nothing while ``overflow`` is set. A closure must call ``zero_grad`` and ``backward``
-        of this object and return the loss; when a dynamic scale overflows in it, it is evaluated
+        of this object and return the loss. If a dynamic scale overflows in it, it is evaluated
         again.
 
         Raises:
@@ -253,7 +254,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume, as tensors and plain values; tensors are not copied."""
+        """Everything needed to resume, as tensors and plain values. Tensors are not copied."""
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -265,7 +266,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; the masters are also copied to the model.
+        """Restore what :meth:`state_dict` returned, and copy the masters to the model.
 
         Raises:
             ValueError: the masters of `state_dict` do not match this optimizer's.
@@ -295,7 +296,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale; may be set."""
+        """The current loss scale; may be set."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -322,7 +323,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
 
 def _scaler_state(saved: Any) -> dict[str, Any]:
-    """The state in `saved`: a dict, or a scaler object, as Apex saved it in two layouts."""
+    """The scaler state in `saved`, a dict or a scaler object; Apex saved two layouts."""
     if isinstance(saved, dict):
         return saved
     if hasattr(saved, "_loss_scale"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Casting networks, and copying between low-precision parameters and float32 masters."""
+"""Casts of networks, and copies between low-precision parameters and float32 masters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .._internal.dtypes import convert_module as convert_module
 from .._internal.dtypes import convert_modules
 
-#: ``torch.nn.utils.clip_grad_norm_``, under the name old scripts use.
+#: ``torch.nn.utils.clip_grad_norm_`` under the name that old scripts use.
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
@@ -41,10 +41,10 @@ def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
 
 
 def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Cast `network` to `dtype` in place, except for affine batch normalization; returns it.
+    """Cast `network` to `dtype` in place, except affine batch normalization; returns `network`.
 
-    Batch normalization without weight and bias is cast, integers and complex numbers are not.
-    Weights of recurrent modules are laid out contiguously again.
+    Batch normalization without weight and bias is cast. Integer and complex tensors are not. The
+    weights of recurrent modules are made contiguous again.
     """
     convert_modules(network, dtype, keep_batchnorm=True)
     return network
@@ -53,7 +53,7 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
 class FP16Model(torch.nn.Module):
     """`network` in float16 (affine batch norm in float32), with every positional input cast.
 
-    Casts `network` in place; it is the attribute ``network``.
+    Casts `network` in place and keeps it as the attribute ``network``.
     """
 
     def __init__(self, network: torch.nn.Module) -> None:
@@ -72,7 +72,7 @@ def prep_param_lists(
 
     Args:
         model: its parameters are not changed.
-        flat_master: make one flat master of all elements, with a gradient allocated.
+        flat_master: create one flat master of all elements, with an allocated gradient.
 
     Returns:
         ``(model_params, master_params)``: lists of equal length, or with one master if flat.
@@ -99,9 +99,9 @@ def model_grads_to_master_grads(
     master_params: Sequence[torch.Tensor],
     flat_master: bool = False,
 ) -> None:
-    """Copy gradients of the model's parameters to the masters (lists of `prep_param_lists`).
+    """Copy gradients of the model's parameters to the masters (lists from `prep_param_lists`).
 
-    A gradient that is None makes the master's None, or zero in a flat master.
+    If a gradient is None, the master's is set to None, or to zero in a flat master.
     """
     if flat_master:
         master = master_params[0]
@@ -132,13 +132,14 @@ def master_params_to_model_params(
     master_params: Sequence[torch.Tensor],
     flat_master: bool = False,
 ) -> None:
-    """Copy the masters' values to the model's parameters (lists of `prep_param_lists`)."""
+    """Copy the masters' values to the model's parameters (lists from `prep_param_lists`)."""
     sources = _pieces(master_params[0], model_params) if flat_master else list(master_params)
     if sources:
         torch._foreach_copy_(list(model_params), sources)
 
 
 def to_python_float(t: Any) -> float:
-    """The number in a one-element tensor (waits for its device), or a sequence's first item."""
+    """The number in a one-element tensor (waits for its device), or the first item of a
+    sequence."""
     value: float = t.item() if hasattr(t, "item") else t[0]
     return value

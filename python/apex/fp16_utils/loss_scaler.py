@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scalers of scripts that scale by hand; :mod:`apex.amp` has its own."""
+"""Loss scalers for scripts that scale manually. :mod:`apex.amp` has its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The present scale (a property here, a method in :mod:`apex.amp`)."""
+        """The current scale (a property here, a method in :mod:`apex.amp`)."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Always False: a fixed scale does not react."""
+        """Always False: a static scale does not react to overflow."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -36,7 +36,7 @@ class LossScaler:
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """``(loss * loss_scale).backward()``; the gradients stay scaled."""
+        """Run ``(loss * loss_scale).backward()``. The gradients stay scaled."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
@@ -59,7 +59,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether a gradient of `params` holds inf or nan. Waits for the device, once."""
+        """Whether a gradient of `params` contains inf or nan. Waits for the device once."""
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:
             return False
@@ -68,7 +68,7 @@ class DynamicLossScaler(LossScaler):
         return not bool(torch.stack(finite).all())
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt the scale; call once per iteration with what :meth:`has_overflow` returned."""
+        """Adapt the scale. Call once per iteration with the result of :meth:`has_overflow`."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

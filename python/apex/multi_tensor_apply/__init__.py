@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``multi_tensor_applier``, for scripts that import it beside :mod:`apex.amp` or ``amp_C``.
+"""``multi_tensor_applier``, for scripts that import it together with :mod:`apex.amp` or ``amp_C``.
 
-It calls the operations of ``amp_C``, which are torch's ``torch._foreach_*`` here. ``available`` is
-False: it stands for all of Apex's kernels, those of its optimizers included, and scripts that ask
-take their plain path.
+It calls the operations of ``amp_C``, which use torch's ``torch._foreach_*`` here. ``available`` is
+False, because it stands for all of Apex's kernels, including those of its optimizers. Scripts that
+check it use their fallback.
 """
 
 from .multi_tensor_apply import MultiTensorApply

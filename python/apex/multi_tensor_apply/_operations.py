@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex's multi-tensor kernels that scripts call themselves, on torch's foreach operators.
+"""The multi-tensor kernels of Apex that scripts call directly, on torch's foreach operators.
 
 Every function takes `chunk_size`, which is ignored, `overflow_buf`, a tensor of one integer or
-None, and `tensor_lists`, lists of equal length. Values are computed in float32, or in float64 where
-they are float64, whatever the types of the lists are. `overflow_buf` is set to 1 where a value that
-is read is inf or nan, and is never cleared; the results are written in any case. Nothing copies to
-the host, and nothing is recorded by autograd. Not thread safe.
+None, and `tensor_lists`, lists of equal length. The lists may have any dtypes. Float64 tensors are
+computed in float64, all others in float32. `overflow_buf` is set to 1 if an input value is inf or
+nan, and is never cleared; the results are written in any case. No function copies to the host, and
+autograd records nothing. Not thread safe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _lists(tensor_lists: TensorLists, count: int, function: str) -> list[list[Te
 
 
 def _by_kind(lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-    """The lists, split so that each part's tensors have one device and, by list, one type."""
+    """The lists, split so that within a part all tensors share a device and each list has one
+    dtype."""
     parts: dict[Any, list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
         kind = (row[0].device, *(tensor.dtype for tensor in row))
@@ -64,7 +65,7 @@ def _note_non_finite(overflow_buf: Tensor | None, tensors: list[Tensor]) -> None
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     if overflow_buf is None or not filled:
         return
-    # The largest magnitude is inf or nan where, and only where, one of the values is.
+    # The largest magnitude is inf or nan if and only if one of the values is.
     largest = torch.stack(torch._foreach_norm(filled, float("inf")))
     _note_overflow(overflow_buf, ~torch.isfinite(largest))
 
@@ -84,7 +85,7 @@ def _factor(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def multi_tensor_scale(
     chunk_size: int, overflow_buf: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """``tensor_lists[1][i] = tensor_lists[0][i] * scale``; the two may be the same tensors."""
+    """``tensor_lists[1][i] = tensor_lists[0][i] * scale``. Both lists may hold the same tensors."""
     del chunk_size
     lists = _lists(tensor_lists, 2, "multi_tensor_scale")
     for sources, targets in _by_kind(lists):
@@ -106,7 +107,7 @@ def multi_tensor_axpby(
 ) -> None:
     """``tensor_lists[2][i] = a * tensor_lists[0][i] + b * tensor_lists[1][i]``.
 
-    `arg_to_check` says in which list inf and nan are looked for: 0, 1, or -1 for both.
+    `arg_to_check` is the list that is checked for inf and nan: 0, 1, or -1 for both.
     """
     del chunk_size
     if arg_to_check not in (-1, 0, 1):
@@ -132,11 +133,11 @@ def multi_tensor_l2norm(
     tensor_lists: TensorLists,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """The L2 norm of all elements, ``[1]``, and those of each tensor, ``[number of tensors]``.
+    """The L2 norm of all elements, ``[1]``, and of each tensor, ``[number of tensors]``.
 
-    The second is empty without `per_tensor`. An empty list has norm 0. float32, or float64 where
-    one of the tensors is; on the device of the first tensor. `overflow_buf` is set to 1 where the
-    norm is inf or nan, of finite values, too.
+    Without `per_tensor` the second result is empty. An empty list has norm 0. The results are
+    float32, or float64 if one of the tensors is, on the device of the first tensor. `overflow_buf`
+    is set to 1 if the norm is inf or nan, also if it overflows for finite values.
     """
     del chunk_size
     (members,) = _lists(tensor_lists, 1, "multi_tensor_l2norm")
@@ -170,7 +171,8 @@ def multi_tensor_unscale_l2norm(
     inv_scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`multi_tensor_l2norm` of the tensors times `inv_scale`; the tensors stay scaled."""
+    """Like :func:`multi_tensor_l2norm`, of the tensors times `inv_scale`. The tensors stay
+    scaled."""
     total, each = multi_tensor_l2norm(chunk_size, overflow_buf, tensor_lists, per_tensor)
     factor = _factor(inv_scale, total.device, total.dtype)
     factor = factor.abs() if isinstance(factor, Tensor) else abs(factor)

@@ -8,13 +8,13 @@ from typing import Any
 
 
 class MultiTensorApply:
-    """Call ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
+    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
 
     Args:
-        chunk_size: handed to every operation.
+        chunk_size: passed to every operation.
     """
 
-    #: Whether all kernels of Apex are there: no, see the documentation of the package.
+    #: Whether all of Apex's kernels exist. They do not; see the documentation of the package.
     available = False
     warned = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of Apex's fused normalizations, as thin aliases of torch's own."""
+"""Apex's fused normalizations, as thin aliases of torch's own."""
 
 from .fused_layer_norm import (
     FusedLayerNorm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The functions behind Apex's fused normalizations, on torch's own."""
+"""The functions of Apex's fused normalizations, implemented with torch's own."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fused_layer_norm_affine(
 ) -> Tensor:
     """``torch.nn.functional.layer_norm`` of `input`, ``[*, *normalized_shape]``.
 
-    The result has the shape of `input`, and its type, but for what apex.amp's level O1 and
-    torch.autocast cast. `weight` and `bias`, ``[*normalized_shape]``, may have another type.
+    The result has the shape and dtype of `input`, unless apex.amp's level O1 or torch.autocast
+    casts it. `weight` and `bias`, ``[*normalized_shape]``, may have another dtype.
     `memory_efficient` is ignored.
     """
     del memory_efficient
@@ -60,7 +60,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_layer_norm_affine` with a result of the type of `weight`."""
+    """:func:`fused_layer_norm_affine` with a result in the dtype of `weight`."""
     return fused_layer_norm_affine(
         input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient
     )
@@ -75,8 +75,8 @@ def fused_rms_norm_affine(
 ) -> Tensor:
     """``torch.nn.functional.rms_norm`` of `input`, ``[*, *normalized_shape]``.
 
-    The result has the shape and type of `input`. `weight`, ``[*normalized_shape]``, may have
-    another type. `memory_efficient` is ignored.
+    The result has the shape and dtype of `input`. `weight`, ``[*normalized_shape]``, may have
+    another dtype. `memory_efficient` is ignored.
     """
     del memory_efficient
     return functional.rms_norm(input, _shape(normalized_shape), _as(weight, input.dtype), eps)
@@ -100,7 +100,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_rms_norm_affine` with a result of the type of `weight`."""
+    """:func:`fused_rms_norm_affine` with a result in the dtype of `weight`."""
     return fused_rms_norm_affine(
         input.to(weight.dtype), weight, normalized_shape, eps, memory_efficient
     )
@@ -109,10 +109,10 @@ def mixed_dtype_fused_rms_norm_affine(
 def manual_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Root-mean-square normalization by plain operators, in float32 at least.
+    """Root-mean-square normalization by elementary operators, in float32 at least.
 
-    The result is of the type of a low-precision `weight`; without a weight, or with a wider one, it
-    is float32 at least.
+    The result has the dtype of `weight` if that is a low-precision dtype. Otherwise it is float32
+    or wider.
     """
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     dims = tuple(range(-len(_shape(normalized_shape)), 0))
@@ -125,36 +125,36 @@ def manual_rms_norm(
 
 
 class FusedLayerNormAffineFunction:
-    """For code that calls ``FusedLayerNormAffineFunction.apply``; no autograd function."""
+    """For code that calls ``FusedLayerNormAffineFunction.apply``. Not an autograd function."""
 
     apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
-    """For code that calls its ``apply``; no autograd function."""
+    """For code that calls its ``apply``. Not an autograd function."""
 
     apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction:
-    """For code that calls its ``apply``; no autograd function."""
+    """For code that calls its ``apply``. Not an autograd function."""
 
     apply = staticmethod(fused_layer_norm)
 
 
 class FusedRMSNormAffineFunction:
-    """For code that calls its ``apply``; no autograd function."""
+    """For code that calls its ``apply``. Not an autograd function."""
 
     apply = staticmethod(fused_rms_norm_affine)
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
-    """For code that calls its ``apply``; no autograd function."""
+    """For code that calls its ``apply``. Not an autograd function."""
 
     apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
 class FusedRMSNormFunction:
-    """For code that calls its ``apply``; no autograd function."""
+    """For code that calls its ``apply``. Not an autograd function."""
 
     apply = staticmethod(fused_rms_norm)

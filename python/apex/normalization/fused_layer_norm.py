@@ -48,7 +48,7 @@ class FusedLayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm``. Input ``[*, *normalized_shape]``, output of the same shape.
 
     Args:
-        normalized_shape, eps, elementwise_affine: as of torch.
+        normalized_shape, eps, elementwise_affine: as in torch.
         memory_efficient: accepted and ignored.
     """
 
@@ -67,7 +67,7 @@ class FusedRMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm``. Input ``[*, *normalized_shape]``, output of the same shape.
 
     Args:
-        normalized_shape, eps, elementwise_affine: as of torch.
+        normalized_shape, eps, elementwise_affine: as in torch.
         memory_efficient: accepted and ignored.
     """
 
@@ -83,7 +83,7 @@ class FusedRMSNorm(torch.nn.RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """:class:`FusedLayerNorm` whose output has the type of its weight, whatever the input's."""
+    """:class:`FusedLayerNorm` whose output has the dtype of its weight, for any input dtype."""
 
     def __init__(
         self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
@@ -92,12 +92,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps=eps, **kwargs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize `input` in the type of the weight."""
+        """Normalize `input` in the dtype of the weight."""
         return super().forward(input.to(self.weight.dtype))
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """:class:`FusedRMSNorm` whose output has the type of its weight, whatever the input's."""
+    """:class:`FusedRMSNorm` whose output has the dtype of its weight, for any input dtype."""
 
     def __init__(
         self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
@@ -106,7 +106,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps=eps, **kwargs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize `input` in the type of the weight."""
+        """Normalize `input` in the dtype of the weight."""
         return super().forward(input.to(self.weight.dtype))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Apex's fused optimizers.
 
-FusedAdam and FusedSGD are torch's own fused ones; FusedLAMB, FusedNovoGrad and FusedAdagrad are
-made of torch's foreach operators. ShardedOptimizer shares the work of any of them out among ranks.
+FusedAdam and FusedSGD are torch's own fused optimizers. FusedLAMB, FusedNovoGrad and FusedAdagrad
+use torch's foreach operators. ShardedOptimizer distributes the work of any of them among ranks.
 """
 
 from typing import Any

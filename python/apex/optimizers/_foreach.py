@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the optimizers that torch does not have share: float32 arithmetic on lists of tensors.
+"""The base of the optimizers that torch does not have: float32 arithmetic on lists of tensors.
 
-Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here
-low-precision parameters are widened for the update and rounded once at its end, and their state is
-kept in float32, where Apex rounds it to the parameter's type after every step.
+Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here,
+low-precision parameters are cast to float32 for the update and rounded once at its end. Their state
+is kept in float32. Apex rounds it to the parameter's dtype after every step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ._state import WideState, refuse_gradients, wide_type
 
 
 class Batch:
-    """Parameters of one group, device and type, with what an update reads and writes.
+    """Parameters of one group, device and dtype, with the inputs and outputs of an update.
 
     Attributes:
-        params: wide values of the parameters, which the update changes; :meth:`write_back` brings
-            them into the parameters.
-        grads: wide values of the gradients, not to be written to.
+        params: wide values of the parameters. The update changes them, and :meth:`write_back`
+            copies them to the parameters.
+        grads: wide values of the gradients, read-only.
     """
 
     def __init__(self, members: list[Tensor]) -> None:
@@ -36,7 +36,7 @@ class Batch:
         self.grads = _wide([_grad(member) for member in members], self.dtype)
 
     def write_back(self) -> None:
-        """Round the parameters, where they are not wide themselves."""
+        """Round the values into the parameters, unless these are wide themselves."""
         if self.params[0] is not self._members[0]:
             torch._foreach_copy_(self._members, self.params)
 
@@ -55,9 +55,9 @@ def _wide(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def norms(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
-    """The norm of each tensor, 0-dim, in its wide type.
+    """The norm of each tensor, 0-dim, in its wide dtype.
 
-    Tensors are on one device and of one type; there may be empty ones, whose norm is 0.
+    All tensors must be on one device and of one dtype. An empty tensor has norm 0.
     """
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     if not filled:
@@ -71,18 +71,18 @@ def _zero_norm(tensor: Tensor) -> Tensor:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A setting of a group, for arithmetic with tensors on `device`; a learning rate may be one."""
+    """A group's setting, ready for arithmetic on `device`. A learning rate may be a tensor."""
     return value.to(device).reshape(()) if isinstance(value, Tensor) else value
 
 
 class ForeachOptimizer(WideState):
-    """Base of FusedLAMB, FusedNovoGrad and FusedAdagrad. A derived class has ``_update``.
+    """Base class of FusedLAMB, FusedNovoGrad and FusedAdagrad. A derived class defines ``_update``.
 
-    Parameters of any floating type on any device; dense real gradients. The number of steps is in
-    each group, as ``step``, where Apex's classes have it and scripts look for it.
+    Accepts parameters of any floating-point dtype on any device, with dense real gradients. The
+    number of steps is in each group as ``step``, where Apex's classes keep it and scripts read it.
     """
 
-    #: Names of attributes that are part of the object and not of its groups.
+    #: Names of settings that are attributes of the object and not entries of its groups.
     _own_settings: tuple[str, ...] = ("set_grad_none",)
     set_grad_none: bool
 
@@ -105,7 +105,7 @@ class ForeachOptimizer(WideState):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients; by default as ``set_grad_none`` says."""
+        """Clear the gradients, by default as ``set_grad_none`` specifies."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class ForeachOptimizer(WideState):
             closure: evaluated first, once; its result is returned.
 
         Raises:
-            RuntimeError: a gradient is sparse or complex; nothing has been changed then.
+            RuntimeError: a gradient is sparse or complex. Nothing was changed then.
         """
         loss = None
         if closure is not None:
@@ -135,15 +135,15 @@ class ForeachOptimizer(WideState):
         return step
 
     def _batches(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Batch]]:
-        """Parameters of `group` that have a gradient; those of a batch are written back when the
-        next one is asked for."""
+        """Batches of the parameters of `group` that have a gradient. A batch is written back when
+        the next one is requested."""
         for members in alike(group["params"]):
             batch = Batch(members)
             yield members, batch
             batch.write_back()
 
     def _state_of(self, members: Iterable[Tensor], name: str) -> list[Tensor]:
-        """The state `name` of each parameter, of its shape, in its wide type; zeros at first."""
+        """The state `name` of each parameter: its shape, its wide dtype, initially zeros."""
         found = []
         for param in members:
             state = self.state[param]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the aliases of torch's fused optimizers share.
+"""The base of the aliases of torch's fused optimizers.
 
 Note [What fused kernels take]
-torch's fused kernels walk through memory: they pair the elements of parameter, gradient and state
-that lie at the same place, not at the same index, as many as the parameter has, and read all of
-them in one type. On the CPU nothing checks the places. So a kernel gets a working copy of a tensor
-that it would read wrongly: a dense copy of a parameter with gaps (a slice of a larger tensor), a
-float32 copy of a low-precision parameter whose update needs float32, and copies of gradients and
-state with the strides and the type of that. Afterwards the tensors take the values of their copies.
+torch's fused kernels iterate over memory. They combine the elements of parameter, gradient and
+state at the same memory offset (not at the same index), for the parameter's number of elements, and
+read all of them in one dtype. On the CPU, nothing checks this layout. So a kernel gets a working
+copy of each tensor that it would read incorrectly: a dense copy of a parameter with gaps (a slice
+of a larger tensor), a float32 copy of a low-precision parameter that must be updated in float32,
+and copies of gradients and state with the parameter's strides and dtype. Afterwards the copies are
+written back.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ._state import refuse_gradients, wide_type
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
-#: Entries of a group that say what the optimizer computes, and with which kernels. They belong to
-#: the constructor (or to ``add_param_group``): a state does not change them.
+#: Group entries that determine what the optimizer computes, and with which kernels. The constructor
+#: (or ``add_param_group``) sets them, and loading a state does not change them.
 _DECIDED_BEFORE_LOADING = (
     "amsgrad",
     "capturable",
@@ -36,14 +37,14 @@ _DECIDED_BEFORE_LOADING = (
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Whether elements of `tensor` overlap, or others lie between them."""
+    """Whether elements of `tensor` overlap, or foreign elements lie between them."""
     if tensor.is_contiguous():
         return False
     return torch.empty_like(tensor, device="meta").stride() != tensor.stride()
 
 
 class WorkingCopies:
-    """Copies that a kernel reads and writes in place of tensors: Note [What fused kernels take]."""
+    """Copies that a kernel uses instead of the tensors: Note [What fused kernels take]."""
 
     def __init__(self) -> None:
         self._originals: list[Tensor] = []
@@ -51,18 +52,18 @@ class WorkingCopies:
         self._written: list[bool] = []
 
     def parameter(self, param: Tensor, fits: bool) -> Tensor:
-        """`param` if the kernel can update it (`fits`), or a dense copy in its wide type."""
+        """`param` if the kernel can update it (`fits`), or a dense copy in its wide dtype."""
         if fits:
             return param
         return self._copy(param, torch.empty_like(param, dtype=wide_type(param.dtype)))
 
     def like(self, tensor: Tensor, param: Tensor, written: bool = True) -> Tensor:
-        """`tensor`, or a copy if its type or strides are not those of `param`.
+        """`tensor`, or a copy if its dtype or strides differ from those of `param`.
 
         Args:
             tensor: a gradient or a state, of the shape of `param`.
-            param: what :meth:`parameter` returned.
-            written: the kernel changes it.
+            param: the result of :meth:`parameter`.
+            written: whether the kernel changes the tensor.
         """
         if tensor.dtype == param.dtype and tensor.stride() == param.stride():
             return tensor
@@ -76,12 +77,12 @@ class WorkingCopies:
         return empty
 
     def fill(self) -> None:
-        """Give the copies their values, before the kernel runs."""
+        """Copy the values into the working copies before the kernel runs."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._originals)
 
     def write_back(self) -> None:
-        """Give the tensors that the kernel changes the values of their copies."""
+        """Copy the working copies back into the tensors that the kernel changes."""
         pairs = zip(self._originals, self._copies, self._written, strict=True)
         changed = [(original, copy) for original, copy, written in pairs if written]
         if changed:
@@ -89,10 +90,10 @@ class WorkingCopies:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of aliases of torch's fused optimizers. A derived class has ``_update``.
+    """Base class of aliases of torch's fused optimizers. A derived class defines ``_update``.
 
-    ``torch.amp.GradScaler`` gives a step two tensors, ``grad_scale`` and ``found_inf``. Where the
-    second one is set, the step changes nothing, and makes no state.
+    ``torch.amp.GradScaler`` sets two tensors for a step, ``grad_scale`` and ``found_inf``. If
+    ``found_inf`` is set, the step changes nothing and creates no state.
     """
 
     @torch.no_grad()
@@ -103,7 +104,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluated first, once; its result is returned.
 
         Raises:
-            RuntimeError: a gradient is sparse; nothing has been changed then.
+            RuntimeError: a gradient is sparse. Nothing was changed then.
         """
         loss = None
         if closure is not None:
@@ -119,28 +120,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _makes_state_of_gradients(self) -> bool:
-        """Whether this step makes state that a skipped one must not make."""
+        """Whether this step creates state that must not be created if the step is skipped."""
         return False
 
     def _is_skipped(self) -> bool:
-        """Whether the host leaves the step out; if it does not know, the kernel does.
+        """Whether the host skips the step. If the flag stays on the device, the kernel decides.
 
-        Reading the flag waits for its device. It costs nothing on the CPU.
+        Reading the flag waits for its device. It is free on the CPU.
         """
         found_inf = getattr(self, "found_inf", None)
-        device = getattr(found_inf, "device", None)  # GradScaler's is 0 where it saw no gradient
+        # GradScaler's is the number 0 if it saw no gradient
+        device = getattr(found_inf, "device", None)
         if device is not None and device.type != "cpu" and not self._makes_state_of_gradients():
             return False
         return bool(found_inf)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler and apex.amp ask before a step whether the kernel takes their tensors.
+        # torch's GradScaler and apex.amp check this before a step that passes their tensors.
         return all(group["fused"] for group in self.param_groups)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        pass  # set by torch's constructor, once, and not by copies and pickles
+        pass  # set once by torch's constructor, and not by copies and pickles
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
@@ -149,12 +151,12 @@ def with_gradient(group: dict[str, Any]) -> list[Tensor]:
 
 
 def listed(params: Any) -> Any:
-    """`params` as a list. A tensor stays one, for torch's error: its rows are no parameters."""
+    """`params` as a list. A tensor is kept, so that torch raises; its rows are not parameters."""
     return params if isinstance(params, Tensor) else list(params)
 
 
 def implementation(params: Any) -> dict[str, bool]:
-    """``{"fused": True}`` where torch has a fused kernel for all `params`, else foreach."""
+    """``{"fused": True}`` if torch has a fused kernel for all `params`, else foreach."""
     tensors: list[Tensor] = []
     for entry in params:
         members = entry["params"] if isinstance(entry, dict) else [entry]
@@ -170,11 +172,11 @@ def implementation(params: Any) -> dict[str, bool]:
 
 
 def from_apex(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state`, saved by this class, torch's or Apex's, in the layout of torch's, for `optimizer`.
+    """Convert `state`, saved by this class, torch's or Apex's, to torch's layout for `optimizer`.
 
-    Apex keeps the number of steps in the group only, and does not have torch's settings; torch
-    keeps it with the parameters only. What `optimizer` computes stays what its constructor was
-    told, and so do the kernels: only numbers come from the state, and entries of a script's own.
+    Apex keeps the number of steps only in the group, and does not have torch's settings. torch
+    keeps it only with the parameters. The settings of `optimizer` that determine what it computes,
+    and with which kernels, do not change. Numbers and a script's own entries come from the state.
     """
     entries = {index: dict(entry) for index, entry in state["state"].items()}
     groups = []
@@ -190,9 +192,10 @@ def from_apex(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[s
         if step is None and steps:
             group["step"] = max(steps)
         for entry in known:
-            entry.pop("max_exp_avg_sq", None)  # of amsgrad, which no alias has
+            entry.pop("max_exp_avg_sq", None)  # of amsgrad, which the aliases do not support
             if step is not None:
                 entry.setdefault("step", torch.tensor(float(step), device="cpu"))
         groups.append(group)
-    groups += state["param_groups"][len(groups) :]  # as many as there are: torch compares
+    # extra groups, so that torch's check of their number raises
+    groups += state["param_groups"][len(groups) :]
     return {**state, "state": entries, "param_groups": groups}

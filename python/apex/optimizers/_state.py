@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all optimizers share: which gradients they take, and state that is wider than parameters."""
+"""The base of all optimizers: checks of gradients, and state wider than the parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of `dtype` are updated: float32, or float64 for float64."""
+    """The dtype in which values of `dtype` are updated: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -32,17 +32,17 @@ def refuse_gradients(optimizer: torch.optim.Optimizer, complex_too: bool = False
 
 
 class WideState(torch.optim.Optimizer):
-    """Base of optimizers that keep the state of low-precision parameters in float32.
+    """Base class of optimizers that keep the state of low-precision parameters in float32.
 
-    A square of a small gradient is 0 in float16, and its average stays where it is in bfloat16.
-    torch's ``load_state_dict`` rounds a state to the type of the parameters, so this one loads the
-    values again.
+    In float16 the square of a small gradient is 0, and in bfloat16 its running average stagnates.
+    torch's ``load_state_dict`` rounds a state to the dtype of the parameters, so this class loads
+    the values again afterwards.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, or of Apex's class of this name."""
-        # Within the hooks of others: what their pre-hooks return counts, and their post-hooks see
-        # the state as it stays.
+        """Load the state of this class, or of Apex's class of the same name."""
+        # Runs after the pre-hooks of others, so that their results are used, and before their
+        # post-hooks, so that these see the final state.
         loaded: dict[str, Any] = {}
         before = self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
         after = self.register_load_state_dict_post_hook(
@@ -70,5 +70,5 @@ class WideState(torch.optim.Optimizer):
                     )
 
     def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with what Apex's class keeps elsewhere in its place."""
+        """`state_dict` with Apex's entries moved to where this class keeps them."""
         return state_dict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names of Apex's optimizer packages that are not here, and what to use."""
+"""Names of Apex's optimizer packages that do not exist here, and their replacements."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ INSTEAD = {
 
 
 def refuse(package: str, name: str) -> NoReturn:
-    """Raise ImportError, saying what to use in the place of ``package.name``."""
+    """Raise ImportError that names the replacement of ``package.name``."""
     raise ImportError(f"{package} has no {name}: {INSTEAD[name]}.")
 
 
 def explain(package: str, name: str) -> Any:
-    """What ``__getattr__`` of `package` does with `name`.
+    """The implementation of ``__getattr__`` of `package`.
 
-    ImportError, and not AttributeError, for a name that Apex had: of the latter, Python replaces
-    the message in ``from package import name``.
+    For a name that Apex had, it raises ImportError instead of AttributeError, whose message Python
+    replaces in ``from package import name``.
     """
     if name in INSTEAD:
         refuse(package, name)

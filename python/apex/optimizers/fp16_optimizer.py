@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A module of early versions of Apex; importing it says what to use."""
+"""A module of early versions of Apex. Importing it raises an error that names the replacement."""
 
 from ._unavailable import refuse
 

@@ -13,23 +13,23 @@ from ._foreach import ForeachOptimizer, on_device
 
 
 class FusedAdagrad(ForeachOptimizer):
-    """Gradients divided by the root of the sum of their squares.
+    """Adagrad: gradients divided by the root of the sum of their squares.
 
     Algorithm: Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and
     Stochastic Optimization" (JMLR 2011), with diagonal matrices::
 
         s <- s + g^2        p <- p - lr * g / (sqrt(s) + eps)
 
-    Computed on torch's foreach operators, in float32 for parameters of lower precision, whose s is
-    float32.
+    Computed with torch's foreach operators. Low-precision parameters are updated in float32, and
+    their s is float32.
 
     Args:
-        params: parameters, or groups of them; real and dense, of any floating type.
+        params: parameters, or groups of them; real and dense, of any floating-point dtype.
         lr: learning rate; a number or a tensor.
         eps: see above.
         weight_decay: w; ``w * p`` is added to g.
         set_grad_none: ``zero_grad()`` sets gradients to None; False: to zero.
-        adagrad_w_mode: decoupled weight decay: p also changes by ``lr * w * p``, and g stays.
+        adagrad_w_mode: decoupled weight decay: p also changes by ``lr * w * p``, and g does not.
 
     Not thread safe. :meth:`step` copies nothing to the host.
 

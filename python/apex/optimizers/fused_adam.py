@@ -24,43 +24,43 @@ from ._state import WideState, wide_type
 
 # Note [Adam without bias correction]
 #
-# torch's kernels divide by 1 - beta^t. With t beyond all bounds that is 1, exactly, so a group
-# without bias correction hands them such a t, and counts its steps itself.
+# torch's kernels divide by 1 - beta^t. For a very large t this is exactly 1. So a group without
+# bias correction passes such a t to the kernel, and counts its steps separately.
 _NO_CORRECTION = 1e30
 
 _NO_AMSGRAD = "FusedAdam has no AMSGrad variant; use torch.optim.Adam(amsgrad=True)."
 
 
 class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)``, decoupled weight decay (AdamW) by default.
+    """``torch.optim.Adam(fused=True)`` with decoupled weight decay (AdamW) by default.
 
-    Both moments of float16 and bfloat16 parameters are float32, as in Apex: these parameters are
-    updated in float32 and rounded once. (torch keeps the moments in the type of the parameter,
-    where the square of a small gradient is 0.) Slices of larger tensors are updated, too, which
-    torch's kernel does not do rightly.
+    As in Apex, both moments of float16 and bfloat16 parameters are float32. These parameters are
+    updated in float32 and rounded once. (torch keeps the moments in the dtype of the parameter,
+    where the square of a small gradient is 0.) Slices of larger tensors are also updated correctly,
+    which torch's kernel does not do.
 
     Args:
-        params, lr, betas, eps, weight_decay: as of torch.
-        bias_correction: False leaves out the division of both moments by ``1 - beta**t``, as the
+        params, lr, betas, eps, weight_decay: as in torch.
+        bias_correction: False omits the division of both moments by ``1 - beta**t``, as the
             authors of BERT do. May differ by group.
         adam_w_mode: decoupled weight decay.
         amsgrad: must be False.
         set_grad_none: accepted; ``zero_grad`` sets gradients to None.
-        capturable, master_weights: accepted; the fused step is capturable in a CUDA graph as it
-            is, and masters come from :mod:`apex.amp`.
-        max_grad_norm, eps_inside_sqrt: of early versions; must be 0 and False.
+        capturable, master_weights: accepted. The fused step can be captured in a CUDA graph without
+            the option, and :mod:`apex.amp` provides master weights.
+        max_grad_norm, eps_inside_sqrt: from early versions; must be 0 and False.
 
-    The number of calls of ``step()`` is also in each group, as ``step``, where schedulers of old
-    scripts look for it. It includes steps that ``torch.amp.GradScaler`` skipped on an accelerator,
-    of which the host does not know; the update goes by the number of those that were not skipped.
+    The number of calls of ``step()`` is also in each group as ``step``, where schedulers of old
+    scripts read it. It includes steps that ``torch.amp.GradScaler`` skipped on an accelerator,
+    because the host does not see those. The update uses the number of steps that were not skipped.
     Not thread safe. :meth:`step` copies nothing to the host.
 
     Raises:
         ValueError: a setting that torch's implementation does not have.
-        TypeError: a setting that Apex's class does not have any more.
+        TypeError: a setting that Apex's class no longer has.
     """
 
-    # The entry of a group that every step changes, and that no arithmetic uses.
+    # The group entry that every step changes and that no arithmetic uses.
     _counter = "step"
 
     def __init__(
@@ -146,7 +146,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             params.append(param)
             grads.append(working.like(member.grad, param, written=grad_scale is not None))
             for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
-                # They stay as the kernel wants them: after a change of the memory format, say.
+                # The copies are kept as the state, for example after a change of the memory format.
                 state[name] = working.like(state[name], param, written=False)
                 moments.append(state[name])
             steps.append(state["step"])
@@ -187,10 +187,10 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             state_steps[index] = torch.full_like(step, _NO_CORRECTION)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, of torch's, or of Apex's class of this name.
+        """Load the state of this class, of torch's, or of Apex's class of the same name.
 
-        Options that decide what a step computes (``adam_w_mode``, ``maximize``) or how
-        (``capturable``) stay those of this object. Maxima of ``amsgrad`` are left out.
+        Options that determine what a step computes (``adam_w_mode``, ``maximize``) or how
+        (``capturable``) are not loaded. Maxima of ``amsgrad`` are ignored.
         """
         super().load_state_dict(state_dict)
 

@@ -14,35 +14,35 @@ from ._foreach import Batch, ForeachOptimizer, norms, on_device
 
 
 class FusedLAMB(ForeachOptimizer):
-    """Adam whose update is scaled, per parameter, to the norm of the parameter.
+    """LAMB: Adam with an update that is scaled, per parameter, by the norm of the parameter.
 
     Algorithm: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-    (ICLR 2020), algorithm 2, with the clipping of NVIDIA's implementation: before anything else all
-    gradients, of all groups together, are divided by ``max(1, norm / max_grad_norm)``. With a
-    clipped gradient g, parameter p, weight decay w::
+    (ICLR 2020), algorithm 2, with the clipping of NVIDIA's implementation. First, all gradients, of
+    all groups together, are divided by ``max(1, norm / max_grad_norm)``. With a clipped gradient g,
+    parameter p, weight decay w::
 
         m <- beta1 * m + (1 - beta1) * g          v <- beta2 * v + (1 - beta2) * g^2
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + w * p
         p <- p - lr * |p| / |u| * u
 
-    where the ratio of the norms is 1 if one of them is zero, and, without `use_nvlamb`, in groups
-    without weight decay. Computed on torch's foreach operators, in float32 for parameters of lower
-    precision, whose m and v are float32.
+    The ratio of the norms is replaced by 1 if one of them is zero, and, without `use_nvlamb`, in
+    groups without weight decay. Computed with torch's foreach operators. Low-precision parameters
+    are updated in float32, and their m and v are float32.
 
     Args:
-        params: parameters, or groups of them; real and dense, of any floating type.
+        params: parameters, or groups of them; real and dense, of any floating-point dtype.
         lr: learning rate; a number or a tensor.
-        bias_correction: False leaves out the two divisors with t.
+        bias_correction: False omits the two divisors with t.
         betas, eps, weight_decay: see above.
         amsgrad: must be False.
         adam_w_mode: False adds ``w * p`` to g instead of u.
         grad_averaging: False weights g in m by 1 instead of ``1 - beta1``.
         set_grad_none: ``zero_grad()`` sets gradients to None; False: to zero.
         max_grad_norm: see above; None or 0: no clipping. One number for all groups.
-        use_nvlamb: scale the update in groups without weight decay, too.
+        use_nvlamb: also scale the update in groups without weight decay.
 
-    t, the number of steps, is ``step`` in each group. With several ranks, every rank computes the
-    same norm of gradients that have been averaged. Not thread safe. :meth:`step` copies nothing to
+    t, the number of steps, is ``step`` in each group. With several ranks, the gradients have been
+    averaged, so every rank computes the same norm. Not thread safe. :meth:`step` copies nothing to
     the host.
 
     Raises:
@@ -100,11 +100,12 @@ class FusedLAMB(ForeachOptimizer):
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
     def _normed(self) -> list[list[Tensor]]:
-        """Whose gradients are clipped together: a ShardedOptimizer puts those of all ranks here."""
+        """The parameters to clip together. A ShardedOptimizer replaces this by those of all
+        ranks."""
         return [group["params"] for group in self.param_groups]
 
     def _clipping_divisor(self) -> Tensor | None:
-        """max(1, norm / max_grad_norm) of all gradients; None: no clipping, or no gradients."""
+        """max(1, norm / max_grad_norm) over all gradients; None without clipping or gradients."""
         limit = self.defaults["max_grad_norm"]
         if not limit:
             return None

@@ -14,7 +14,7 @@ from ._foreach import Batch, ForeachOptimizer, norms, on_device
 
 
 class FusedNovoGrad(ForeachOptimizer):
-    """Momentum on gradients that are divided by a running norm, one number per parameter.
+    """NovoGrad: momentum on gradients divided by a running norm, one number per parameter.
 
     Algorithm: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for
     Training of Deep Networks" (2019), algorithm 1, with the options of NVIDIA's implementation.
@@ -24,18 +24,19 @@ class FusedNovoGrad(ForeachOptimizer):
         m <- beta1 * m + (1 - beta1) * g
         p <- p - lr * (m / (1 - beta1^t) / n + w * p)
 
-    Computed on torch's foreach operators, in float32 for parameters of lower precision, whose m is
-    float32.
+    Computed with torch's foreach operators. Low-precision parameters are updated in float32, and
+    their m is float32.
 
     Args:
-        params: parameters, or groups of them; real and dense, of any floating type.
+        params: parameters, or groups of them; real and dense, of any floating-point dtype.
         lr: learning rate; a number or a tensor.
-        bias_correction: False leaves out the two divisors with t.
+        bias_correction: False omits the two divisors with t.
         betas, eps, weight_decay: see above.
         amsgrad: must be False.
         reg_inside_moment: as in the paper, divide and decay before the momentum: ``g / n + w * p``
-            takes the place of g in m, and p changes by ``lr * m / (1 - beta1^t)``.
-        grad_averaging: False weights the gradient in m by 1 instead of ``1 - beta1``; so the paper.
+            replaces g in m, and p changes by ``lr * m / (1 - beta1^t)``.
+        grad_averaging: False weights the gradient in m by 1 instead of ``1 - beta1``, as in the
+            paper.
         norm_type: 2, or 0 for the largest magnitude, which is averaged without squares.
         init_zero: v starts from 0; False: from the first gradient's norm.
         set_grad_none: ``zero_grad()`` sets gradients to None; False: to zero.
@@ -68,7 +69,7 @@ class FusedNovoGrad(ForeachOptimizer):
         if amsgrad:
             raise RuntimeError("FusedNovoGrad has no AMSGrad variant; pass amsgrad=False.")
         self.set_grad_none = set_grad_none
-        #: 0: the paper's, see `reg_inside_moment`; 1: decoupled.
+        #: 0: as in the paper, see `reg_inside_moment`; 1: decoupled.
         self.moment_mode = 0 if reg_inside_moment else 1
         defaults = {
             "lr": lr,
@@ -87,7 +88,7 @@ class FusedNovoGrad(ForeachOptimizer):
 
         Raises:
             RuntimeError: a `norm_type` other than 0 and 2.
-            ValueError: as the constructor.
+            ValueError: as in the constructor.
         """
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in (0, 2):
@@ -105,7 +106,7 @@ class FusedNovoGrad(ForeachOptimizer):
     def _blend_norms(
         self, members: list[Tensor], batch: Batch, group: dict[str, Any]
     ) -> list[Tensor]:
-        """Bring the running norms up to date; returns them, 0-dim."""
+        """Update the running norms and return them, 0-dim."""
         largest = group["norm_type"] == 0
         present = norms(batch.grads, math.inf if largest else 2)
         for param, norm in zip(members, present, strict=True):
@@ -156,7 +157,7 @@ class FusedNovoGrad(ForeachOptimizer):
 
     def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         # Apex keeps the running norms in the group: one tensor for the float16 parameters and one
-        # for those of float32, in the order of those that have got a gradient.
+        # for the float32 parameters, in the order of the parameters that have a gradient.
         if not any(isinstance(g.get("exp_avg_sq"), list) for g in state_dict["param_groups"]):
             return state_dict
         entries = {index: dict(entry) for index, entry in state_dict["state"].items()}

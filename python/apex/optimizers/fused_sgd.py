@@ -23,29 +23,29 @@ from ._fused import (
 
 
 def is_low_precision_on_cpu(tensor: Tensor) -> bool:
-    """Whether `tensor` is one that torch's fused SGD gets wrong.
+    """Whether torch's fused SGD would update `tensor` incorrectly.
 
     Its CPU kernel skips whole vectors of float16 and bfloat16 parameters and writes wrong momenta
-    (pytorch#191763; torch 2.12 and 2.13 at least). Those of Adam and AdamW are right.
+    (pytorch#191763; torch 2.12 and 2.13 at least). The kernels of Adam and AdamW are correct.
     """
     return tensor.device.type == "cpu" and is_low_precision(tensor)
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD(fused=True)``, also for parameters that torch's kernel updates wrongly.
+    """``torch.optim.SGD(fused=True)`` that also handles parameters torch's kernel gets wrong.
 
     These are float16 and bfloat16 parameters on the CPU (pytorch#191763), which are updated in
-    float32 and rounded once, and slices of larger tensors. Momentum has the type of the parameter,
+    float32 and rounded once, and slices of larger tensors. Momentum has the dtype of the parameter,
     as in Apex.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov: as of torch.
+        params, lr, momentum, dampening, weight_decay, nesterov: as in torch.
         wd_after_momentum: must be False.
         materialize_master_grads, set_grad_none: accepted and ignored.
 
-    A step that ``torch.amp.GradScaler`` skips makes no momentum, so the first step that counts sets
-    it to the gradient. Not thread safe. :meth:`step` copies nothing to the host, except the flag of
-    ``GradScaler``, if a parameter has no momentum yet.
+    A step that ``torch.amp.GradScaler`` skips creates no momentum, so the first step that is not
+    skipped sets it to the gradient. Not thread safe. :meth:`step` copies nothing to the host,
+    except the flag of ``GradScaler`` if a parameter has no momentum yet.
 
     Raises:
         ValueError: a setting that torch's implementation does not have.
@@ -81,20 +81,20 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, of torch's, or of Apex's class of this name.
+        """Load the state of this class, of torch's, or of Apex's class of the same name.
 
-        Options that decide what a step computes (``maximize``) or how stay those of this object.
+        Options that determine what a step computes (``maximize``) or how are not loaded.
         """
         super().load_state_dict(from_apex(self, state_dict))
 
     # Note [The first momentum]
     #
-    # A first step sets the momentum to the gradient, undamped. torch's kernel is told so once for
-    # all tensors of a call, and its momenta are uninitialized memory until it writes them, which it
-    # does not if the step is skipped. So parameters with and without momentum go to it in two
-    # calls, and while there are any without, the host reads the flag. (Zeros would do where there
-    # is no dampening. With it the kernel, for which the next step is not the first one, would damp
-    # the gradient.)
+    # A first step sets the momentum to the gradient, without dampening. torch's kernel takes one
+    # flag for this, for all tensors of a call. Its momenta are uninitialized memory until the
+    # kernel writes them, which it does not if the step is skipped. So parameters with and without
+    # momentum are passed in two calls, and while some have none, the host reads the flag. (Initial
+    # zeros would work only without dampening. The kernel would dampen the gradient, because for it
+    # the next step is not the first.)
 
     def _lacks_momentum(self, param: Tensor) -> bool:
         return self.state.get(param, {}).get("momentum_buffer") is None
@@ -134,7 +134,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             if not first:
                 state, rounded = self.state[member], param.dtype != member.dtype
                 momentum = working.like(state["momentum_buffer"], param, written=rounded)
-                if not rounded:  # after a change of the memory format, say
+                if not rounded:  # for example after a change of the memory format
                     state["momentum_buffer"] = momentum
             momenta.append(momentum)
         working.fill()

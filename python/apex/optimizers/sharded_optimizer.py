@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ShardedOptimizer: each rank steps its share of the parameters, and gets the others'."""
+"""ShardedOptimizer: each rank steps its share of the parameters and receives the others' shares."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .fused_sgd import FusedSGD
 
 # Note [Two optimizers]
 #
-# What a script sees is this optimizer: its groups hold all parameters, with their full gradients,
-# so that schedulers, clipping, loss scalers and hooks find what they expect. The one inside holds
-# this rank's pieces: parameters, and flat tensors on a part of the memory of one that is cut
-# (_core.ParameterShards). Before a step the settings of the groups are copied to it, and afterwards
-# what it changed there (some count their steps in a group) is copied back.
+# Scripts see this optimizer. Its groups hold all parameters with their full gradients, as
+# schedulers, clipping, loss scalers and hooks expect. The inner optimizer holds this rank's pieces:
+# whole parameters, and flat tensors on a part of a split parameter's memory
+# (_core.ParameterShards). Before a step, the settings of the groups are copied to the inner
+# optimizer. Afterwards, its changes are copied back (some optimizers count their steps in a group).
 #
-# Parameters that are added later are shared out for themselves: what was stepped before stays
-# where its state is. All are published together: after a failure all are those before the step.
+# Parameters added later are sharded separately, so that stepped parameters stay where their state
+# is. All are published together, so that after a failure all have their values from before the
+# step.
 
-#: An element's step depends on nothing but that element: these may be cut anywhere.
+#: Optimizers whose step of an element depends only on that element, so parameters can be split.
 ELEMENTWISE: frozenset[Any] = frozenset(
     {
         *(
@@ -60,7 +61,7 @@ ELEMENTWISE: frozenset[Any] = frozenset(
         FusedSGD,
     }
 )
-#: By name, of optimizers that multiply matrices: the cost of a step of one parameter.
+#: Names of optimizers that multiply matrices, for which the cost of a step is estimated.
 _MATRIX_OPTIMIZERS = ("Muon", "Shampoo", "SOAP")
 
 Piece = tuple[int, int, int]
@@ -83,7 +84,7 @@ def _default_cost(kind: Any) -> Callable[[Tensor], float]:
 
 
 class _Shares:
-    """The parameters of all groups, and who steps them."""
+    """The parameters of all groups, and the rank that steps each of them."""
 
     def __init__(
         self, group: dist.ProcessGroup, cost: Callable[[Tensor], float], whole: bool
@@ -98,7 +99,7 @@ class _Shares:
         self.own: list[tuple[Tensor, Piece]] = []
 
     def add(self, groups: list[dict[str, Any]]) -> None:
-        """The parameters of these groups, shared out for themselves. Collective."""
+        """Shard the parameters of these groups separately. Collective."""
         parameters = [p for group in groups for p in group["params"]]
         names: list[str] = []
         for i, group in enumerate(groups):
@@ -117,7 +118,7 @@ class _Shares:
         self.own = list(zip(self.core.tensors(), pieces, strict=True))
 
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank steps of these parameters, in their order."""
+        """The tensors of these parameters that this rank steps, in their order."""
         wanted = {id(p) for p in parameters}
         return [t for t, piece in self.own if id(self.parameters[piece[0]]) in wanted]
 
@@ -131,13 +132,13 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_defaults(group: dict[str, Any], of_inner: dict[str, Any]) -> None:
-    """Settings that a group was not given are those of the optimizer inside."""
+    """Fill in settings that a group does not have from the inner optimizer."""
     for name, value in _settings(of_inner).items():
         group.setdefault(name, value)
 
 
 def _as_text(value: Any) -> str:
-    """What ranks compare: numbers, and what consists of them."""
+    """Numbers, and containers of them, as text for comparison between ranks."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_as_text, value))})"
     return repr(value) if isinstance(value, (int, float, str, type(None))) else "..."
@@ -148,14 +149,14 @@ def _to_cpu(value: Any) -> Any:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose work and state are shared out among the ranks of a process group.
+    """An optimizer whose work and state are sharded among the ranks of a process group.
 
-    Each rank steps its share of the parameters, and gets the others' share from those who have
-    stepped it: between processes of one host through shared memory. So n ranks do the work of one
-    optimizer once, not n times, and each keeps 1/n of its state. Gradients are those of every rank,
-    as DistributedDataParallel leaves them: clipping, loss scaling, accumulation, hooks and
-    schedulers work as they do with the plain optimizer. The call is that of
-    ``torch.distributed.optim.ZeroRedundancyOptimizer``, so that one import changes::
+    Each rank steps its share of the parameters and receives the other shares from the ranks that
+    have stepped them; processes of one host use shared memory. So n ranks do the work of one
+    optimizer once instead of n times, and each keeps 1/n of its state. Every rank has all
+    gradients, as DistributedDataParallel leaves them. Clipping, loss scaling, accumulation, hooks
+    and schedulers therefore work as with the plain optimizer. The signature is that of
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, so only the import changes::
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
         for x, y in loader:
@@ -166,32 +167,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if rank == 0:
             torch.save(optimizer.state_dict(), "optimizer.pt")
 
-    Optimizers that treat each element by itself (:data:`ELEMENTWISE`: those of torch,
-    ``FusedAdam``, ``FusedSGD``, ``FusedAdagrad``) get runs of elements, the same number on every
-    rank; the parameters are bit for bit those of the plain optimizer. Others, such as Muon, LAMB or
-    one of your own, get whole parameters, shared out by what they cost.
+    Elementwise optimizers (:data:`ELEMENTWISE`: torch's, ``FusedAdam``, ``FusedSGD``,
+    ``FusedAdagrad``) get runs of elements, the same number on every rank. The parameters are
+    bitwise equal to those of the plain optimizer. Other optimizers, such as Muon, LAMB or your own,
+    get whole parameters, balanced by cost.
 
     Algorithm: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2019), stage 1.
 
     Args:
-        params: parameters, or groups, or pairs of name and parameter, as for every optimizer; the
-            same on every rank. Strided, on any device the group has a backend for. The values are
-            rank 0's afterwards.
+        params: parameters, groups, or pairs of name and parameter, as for every optimizer; the
+            same on every rank. Strided, on any device that the group has a backend for. The
+            constructor broadcasts rank 0's values.
         optimizer_class: the class of the optimizer, or a function ``(params, **defaults)``.
-        process_group: whose ranks share the work; default: that of ``ddp``, or the default group.
-        parameters_as_bucket_view: for ZeroRedundancyOptimizer's scripts; changes nothing.
+        process_group: the ranks that share the work; default: that of ``ddp``, or the default
+            group.
+        parameters_as_bucket_view: for ZeroRedundancyOptimizer's scripts; has no effect.
         overlap_with_ddp: has to be False.
         ddp: the wrapper whose process group is used.
-        whole_parameters: True: parameters are not cut; default: unless the class is one of
-            :data:`ELEMENTWISE`.
-        cost: what the step of a parameter costs, relative to others. Default: its elements, and
-            for classes named Muon, Shampoo or SOAP times the smaller side of the matrix.
+        whole_parameters: True: parameters are not split. By default they are split if the class is
+            in :data:`ELEMENTWISE`.
+        cost: the relative cost of a parameter's step. Default: the number of its elements; for
+            classes named Muon, Shampoo or SOAP, times the smaller side of the matrix.
         **defaults: passed to ``optimizer_class``.
 
     Raises:
-        TypeError, ValueError: arguments that are no such thing, and optimizers that cannot be
-            shared out (LBFGS, whose step is one of all parameters; SparseAdam).
+        TypeError, ValueError: for arguments of other types or values, and for optimizers that
+            cannot be sharded (LBFGS, whose step involves all parameters; SparseAdam).
         RuntimeError: if the ranks hold different parameters, or there is no process group.
 
     Construction, :meth:`step`, :meth:`add_param_group` and :meth:`consolidate_state_dict` are
@@ -245,15 +247,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._inner_defaults = defaults
         self._inner: torch.optim.Optimizer | None = None
-        self._has_state = False  # by a step or a state dict: Adagrad's constructor makes some, too
-        #: Settings that steps change. Some optimizers count in a group where they step some of it.
+        # set by a step or a state dict; Adagrad's constructor also creates state
+        self._has_state = False
+        #: Settings that steps change. Some optimizers count their steps in a group that they step.
         self._counted: set[str] = set()
-        self._whole_settings: list[dict[str, Any]] = []  # beside it, of the groups
-        self._whole_state: dict[int, Any] | None = None  # of consolidate_state_dict()
+        # the groups' settings that go with _whole_state
+        self._whole_settings: list[dict[str, Any]] = []
+        self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
         super().__init__(params, dict(defaults))
         self._share_out()
 
-    # --- who steps what ---
+    # --- the shares ---
 
     @property
     def state(self) -> Any:
@@ -262,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Torch's constructor sets an empty one."""
+        """Ignored: torch's constructor sets an empty state."""
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -271,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._inner
 
     def _share_out(self) -> None:
-        """Everything anew: at first, and when amp has put master weights in place of parameters."""
+        """Shard everything: at first, and when amp has replaced parameters by master weights."""
         shares = self._new_shares()
         shares.add(self.param_groups)
         groups = [
@@ -286,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner._normed = lambda: [  # type: ignore[method-assign]
                 group["params"] for one in (me(),) if one is not None for group in one.param_groups
             ]
-        if isinstance(inner, (FusedAdam, FusedSGD)):  # they choose by all parameters
+        if isinstance(inner, (FusedAdam, FusedSGD)):  # their kernels depend on all parameters
             kernels = implementation(self.param_groups)
             for settings in (inner.defaults, *inner.param_groups):
                 settings.update({name: kernels.get(name) for name in ("fused", "foreach")})
@@ -296,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _take_defaults(group, of_inner)
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """What one rank's parameters alone are refused for, the others hear of."""
+        """Create the inner optimizer. If one rank's parameters are refused, all ranks raise."""
         refused: Exception | None = None
         inner: Any = None
         try:
@@ -321,9 +325,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return inner  # type: ignore[no-any-return]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, which are shared out for themselves. Collective."""
+        """Add parameters, which are sharded separately. Collective."""
         super().add_param_group(param_group)
-        if self._inner is None:  # torch's constructor
+        if self._inner is None:  # called by torch's constructor
             return
         self._whole_state = None
         group = self.param_groups[-1]
@@ -338,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _take_defaults(group, self._inner.param_groups[-1])
 
     def _follow_groups(self) -> None:
-        """What was put in place of parameters is shared out, if nothing has been stepped yet."""
+        """Shard replaced parameters again, if nothing has been stepped yet."""
         held = self._shares.parameters
         given = self._everything()
         same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
@@ -354,19 +358,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- steps ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's pieces and gets those of the others. Collective; blocks the host.
+        """Step this rank's pieces and receive the others'. Collective; blocks the host.
 
-        On an error, this rank's or another's, the parameters are those before the step (with one
-        rank they may be stepped), and the process group cannot be used any more.
+        After an error on any rank, the parameters have their values from before the step (with one
+        rank they may have been stepped), and the process group can no longer be used.
 
         Args:
             closure: evaluated first, once.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``.
 
         Raises:
-            ValueError: for a sparse gradient, or a parameter that has another dtype or device.
+            ValueError: for a sparse gradient, or a parameter whose dtype or device has changed.
             RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
         if joining.current() is not None:
@@ -404,18 +408,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- checkpoints ---
 
     def _everything(self) -> list[Tensor]:
-        """All parameters, as a state dict numbers them."""
+        """All parameters, in the order of a state dict."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _places(self) -> dict[int, int]:
-        """The number of each parameter in a state dict, by its id."""
+        """The index of each parameter in a state dict, by its id."""
         return {id(p): i for i, p in enumerate(self._everything())}
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collects the state of all ranks, for :meth:`state_dict`. Collective; blocks the host.
+        """Collect the state of all ranks for :meth:`state_dict`. Collective; blocks the host.
 
         Args:
-            to: the rank of the group that gets it, on its CPU; None: every rank.
+            to: the rank of the group that receives it, on its CPU; None: every rank.
 
         Raises:
             ValueError: there is no such rank.
@@ -464,10 +468,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the plain optimizer, where :meth:`consolidate_state_dict` put it.
+        """The plain optimizer's state dict, on the ranks that :meth:`consolidate_state_dict` chose.
 
         Raises:
-            RuntimeError: on other ranks, and if a step was taken since.
+            RuntimeError: on other ranks, and if a step was taken since then.
         """
         if self._whole_state is None:
             raise RuntimeError(
@@ -493,12 +497,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state dict of the plain optimizer, or of a ShardedOptimizer of any number of
-        ranks: each rank keeps its share.
+        """Load a state dict of the plain optimizer, or of a ShardedOptimizer with any number of
+        ranks. Each rank keeps its share.
 
         Raises:
-            ValueError: it is of other groups, or the state of a parameter that is cut has another
-                shape than the parameter.
+            ValueError: the state belongs to other groups, or the state of a split parameter has
+                another shape than the parameter.
         """
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
@@ -547,7 +551,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _in_its_order(parameter: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """A new tensor of the kind of `value` and the layout of `parameter`, and its flat memory."""
+    """A new tensor like `value` in the layout of `parameter`, and its flat memory."""
     whole = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
     )
@@ -557,7 +561,7 @@ def _in_its_order(parameter: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _joined(
     parameter: Tensor, pieces: list[tuple[tuple[int, int], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The state of a parameter, of that of its pieces."""
+    """The state of a parameter, assembled from the states of its pieces."""
     if len(pieces) == 1 and pieces[0][0] == (0, parameter.numel()):
         return pieces[0][1]
     result: dict[str, Any] = {}
@@ -576,7 +580,7 @@ def _joined(
 def _cut(
     parameter: Tensor, span: tuple[int, int], held: dict[str, Any], key: Any
 ) -> dict[str, Any]:
-    """Of a parameter's state that of a piece."""
+    """The part of a parameter's state that belongs to a piece."""
     if span == (0, parameter.numel()):
         return dict(held)
     result: dict[str, Any] = {}

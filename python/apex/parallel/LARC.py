@@ -23,8 +23,8 @@ class LARC(WrappedOptimizer):
         local = trust_coefficient * |p| / (|g| + w * |p| + eps)
         g <- (g + w * p) * (min(local / lr, 1) if clip else local)
 
-    after which the wrapped optimizer steps with weight decay 0. A parameter whose norm or gradient
-    norm is zero keeps its gradient and takes no weight decay.
+    Then the wrapped optimizer steps with weight decay 0. A parameter whose norm or gradient norm is
+    zero keeps its gradient and gets no weight decay.
 
     Groups, state, defaults and learning rates are those of the wrapped optimizer (``optim``), so
     schedulers, checkpoints and :mod:`apex.amp` work on either object.
@@ -32,14 +32,15 @@ class LARC(WrappedOptimizer):
     Args:
         optimizer: the optimizer to wrap; dense real gradients only.
         trust_coefficient: see above; positive and finite.
-        clip: scale the learning rate down only (LARC); False replaces it, multiplied by lr (LARS).
+        clip: scale the learning rate down only (LARC). False replaces it by the local rate times lr
+            (LARS).
         eps: see above; finite, and not negative.
 
     Raises:
         ValueError: for a trust_coefficient or eps outside of these ranges.
 
-    Around an :class:`OverlappedOptimizer`, :meth:`step` waits for all gradients, so nothing is
-    overlapped: wrap the LARC in the OverlappedOptimizer instead.
+    If LARC wraps an :class:`OverlappedOptimizer`, :meth:`step` waits for all gradients, so nothing
+    is overlapped. Wrap the LARC in the OverlappedOptimizer instead.
 
     Not thread safe. :meth:`step` copies nothing to the host.
     """
@@ -86,7 +87,7 @@ class LARC(WrappedOptimizer):
             closure: passed on; the gradients are adapted after each evaluation.
 
         Raises:
-            ValueError: a gradient is sparse, complex or of integers; before anything is changed.
+            ValueError: a gradient is sparse, complex or of integers. Nothing was changed then.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
         wrapped = closure
@@ -111,7 +112,7 @@ class LARC(WrappedOptimizer):
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
-        self.synchronize()  # an OverlappedOptimizer inside has gradients that are still reduced
+        self.synchronize()  # an OverlappedOptimizer inside may still be reducing gradients
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 grad = param.grad
@@ -127,7 +128,7 @@ class LARC(WrappedOptimizer):
                 self._adapt_alike(params, group["lr"], decay)
 
     def _adapt_alike(self, params: list[torch.Tensor], lr: Any, decay: Any) -> None:
-        """Adapt the gradients of parameters of one device and type."""
+        """Adapt the gradients of parameters with one device and dtype."""
         grads: list[Any] = [param.grad for param in params]
         dtype = torch.promote_types(params[0].dtype, torch.float32)
         param_norms = torch.stack(torch._foreach_norm(params, 2, dtype=dtype))

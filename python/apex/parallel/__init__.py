@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Data-parallel training: gradients averaged over processes while backward is still running.
+"""Data-parallel training: gradients are averaged over processes while backward is still running.
 
-``LARC`` and ``multiproc`` are modules, as in NVIDIA's Apex: ``from apex.parallel.LARC import
-LARC`` or ``apex.parallel.LARC.LARC``, ``python -m apex.parallel.multiproc script.py``.
+As in NVIDIA's Apex, ``LARC`` and ``multiproc`` are modules: ``from apex.parallel.LARC import LARC``
+or ``apex.parallel.LARC.LARC``, and ``python -m apex.parallel.multiproc script.py``.
 """
 
 from torch.distributed import ReduceOp

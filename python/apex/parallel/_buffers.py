@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``broadcast_buffers``: one rank's buffers for all."""
+"""``broadcast_buffers``: broadcasts one rank's buffers to all ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from apex._internal.tensor_parts import parts, with_memory
 
 # Note [Buffers that change]
 #
-# A module may register buffers later, or assign others of another shape or dtype. If all ranks do,
-# nothing has to be said; if one does, the messages of the ranks differ in size, and never end. So a
-# message has the size that the ranks agreed on when their models were compared, and begins with
-# what the sender's buffers are now, and how many bytes they take. A rank whose own have changed
-# sends, or receives, something of that size that nobody uses; if the sender's have, its buffers
-# follow in a second message. So every rank knows whether its own are like the sender's. One whose
-# are not raises, and lets go of its engine's connections, which ends the others' backward. On
-# devices other than the CPU the host would have to wait for the message, so there it is not looked
-# at.
+# A module may register buffers later, or assign buffers of another shape or dtype. If all ranks do,
+# no message is needed. If only one rank does, the message sizes of the ranks differ, and the
+# broadcast never ends. So the broadcast has the size that the ranks agreed on when they compared
+# their models. It begins with a fingerprint of the sender's current buffers and their size in
+# bytes. A rank whose own buffers have changed sends or receives a placeholder of that size. If the
+# sender's have changed, its buffers follow in a second broadcast. So every rank can compare its
+# buffers with the sender's. A rank whose buffers differ raises and releases its engine's
+# connections, which ends backward on the other ranks. On devices other than the CPU, the host would
+# have to wait for the broadcast to compare it, so no comparison takes place there.
 
 
 class BuffersDiffer(RuntimeError):
-    """This rank's buffers are others than those that were sent."""
+    """This rank's buffers differ from the buffers that were broadcast."""
 
 
 def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
-    """What has to be alike on all ranks, for messages between them."""
+    """Descriptions of the buffers, which must be equal on all ranks for collectives to match."""
     return [
         f"buffer '{name}' ({i})={buffer.dtype} {list(buffer.shape)}{_kind(buffer)}"
         for i, (name, buffer) in enumerate(module.named_buffers())
@@ -41,7 +41,7 @@ def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
 
 
 def _kind(buffer: torch.Tensor) -> str:
-    """What else decides on whether and how it can be sent; empty for a plain tensor."""
+    """The properties that determine how a buffer can be sent; empty for a plain tensor."""
     if buffer.is_meta:
         return " on meta"
     if buffer.layout != torch.strided:
@@ -51,13 +51,13 @@ def _kind(buffer: torch.Tensor) -> str:
         return " without memory" if freed else " quantized" if buffer.is_quantized else ""
     try:
         held = [f"{part.dtype} {list(part.shape)}" for part in parts(buffer)]
-    except ValueError:  # check() says why
+    except ValueError:  # check() reports the reason
         held = []
     return f" {type(buffer).__name__}({', '.join(held)})"
 
 
 def check(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str]) -> None:
-    """Raise ValueError for a buffer that cannot be sent, after the ranks compared theirs."""
+    """Raise ValueError for a buffer that cannot be sent, after the ranks have compared theirs."""
     named = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
     _core.require_sendable(list(named), list(named.values()), "buffer", name_of(group))
 
@@ -87,12 +87,12 @@ class Buffers:
         self._what = f"broadcast of buffers ('{span}')" if names else "broadcast of buffers"
 
     def take(self, group: dist.ProcessGroup, root: int, borrowed: Container[int]) -> None:
-        """Overwrites all buffers with those of rank ``root``, but for those in ``borrowed``.
+        """Overwrite all buffers with those of rank ``root``, except those in ``borrowed``.
 
-        Collective. Blocks the host, on a CPU backend.
+        Collective. On a CPU backend, blocks the host.
 
         Raises:
-            BuffersDiffer: if this rank's are others than that rank's.
+            BuffersDiffer: if this rank's buffers differ from rank ``root``'s.
         """
         tensors = synchronized(self._module, borrowed, self._ignored)
         if not self._layout or any(not tensor.is_cpu for tensor in tensors):
@@ -141,22 +141,22 @@ class Buffers:
 def synchronized(
     module: nn.Module, borrowed: Container[int], ignored: Container[str] = ()
 ) -> list[torch.Tensor]:
-    """All buffers but those named in ``ignored``, in one order on every rank.
+    """All buffers except those named in ``ignored``, in the same order on every rank.
 
-    Copies of those whose ids are in ``borrowed``, which must not be written to, while all ranks
-    take part in the same messages.
+    Buffers whose ids are in ``borrowed`` must not be written to. They are replaced by copies, so
+    that all ranks communicate the same sizes.
 
-    Batch norm's running statistics come as ``.data``: writing to them does not count as a change of
-    what a forward that awaits its backward has saved, just as batch norm's own update of them does
-    not (backward in training reads the statistics of the batch). Other buffers count their changes,
-    so that a backward that would read another value than its forward did is an error.
+    Batch norm's running statistics are returned as ``.data``. Writing to them then does not
+    invalidate tensors saved for a pending backward. Batch norm's own update does not either,
+    because backward in training reads the batch statistics. Other buffers count their changes, so a
+    backward that would read a changed value raises an error.
     """
     left_out: set[int] = set()
     if ignored:
         left_out = {id(buffer) for name, buffer in module.named_buffers() if name in ignored}
     buffers: dict[int, torch.Tensor] = {}
     for part in module.modules():
-        kind = getattr(part, "original_name", "")  # of a scripted module
+        kind = getattr(part, "original_name", "")  # set for a scripted module
         own = isinstance(part, nn.modules.batchnorm._NormBase) or "Norm" in kind
         for buffer in part._buffers.values():
             if buffer is None or id(buffer) in buffers or id(buffer) in left_out:

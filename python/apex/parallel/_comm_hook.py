@@ -16,28 +16,29 @@ Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class RegisteredHook(NamedTuple):
-    """What was given to ``register_comm_hook()``."""
+    """The arguments of ``register_comm_hook()``."""
 
     state: object
     hook: Hook
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegisteredHook:
-        """What cannot be copied, since it holds a process group, is shared as the group is."""
+        """Copies state and hook. Objects that cannot be copied, such as process groups, are
+        shared."""
         return RegisteredHook(_copied(self.state, memo), _copied(self.hook, memo))
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    attempt = dict(memo)  # a copy that fails leaves parts of it behind
+    attempt = dict(memo)  # a failed copy leaves entries in the memo
     try:
         result = copy.deepcopy(value, attempt)
-    except Exception:  # noqa: BLE001  (each kind of object has its own way to refuse)
+    except Exception:  # noqa: BLE001  (types raise different errors if they cannot be copied)
         return value
     memo.update(attempt)
     return result
 
 
 class GradBucket:
-    """What a hook is called with; the methods are those of ``torch.distributed.GradBucket``."""
+    """The argument of a hook, with the methods of ``torch.distributed.GradBucket``."""
 
     def __init__(self, bucket: _core.GradBucket) -> None:
         self.index, self.is_last, self.parameters = bucket.index, bucket.is_last, bucket.parameters
@@ -45,11 +46,11 @@ class GradBucket:
         self._own = self._buffer = bucket.buffer()
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, one after another: a 1-D tensor."""
+        """The flattened gradients, a 1-D tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces what :meth:`buffer` returns, and :meth:`gradients` are views of."""
+        """Replaces the tensor that :meth:`buffer` returns and :meth:`gradients` are views of."""
         if buffer.numel() != self._own.numel() or not buffer.is_contiguous():
             raise ValueError(
                 f"set_buffer() takes a contiguous tensor of the bucket's {self._own.numel()} "
@@ -65,30 +66,30 @@ class GradBucket:
         return [self._in_new_buffer(gradient) for gradient in own]
 
     def _in_new_buffer(self, own: torch.Tensor) -> torch.Tensor:
-        """The view of the new buffer that lies where ``own`` lies in the old one."""
+        """The view of the new buffer at the position that ``own`` has in the old one."""
         if own.numel() == 0:
             return self._buffer.new_empty(own.shape)
         start = (own.data_ptr() - self._own.data_ptr()) // self._own.element_size()
         flat = self._buffer.view(-1)[start:]
-        if own.is_complex():  # a complex gradient is two numbers of the buffer
+        if own.is_complex():  # a complex gradient takes two numbers of the buffer
             flat = torch.view_as_complex(flat[: 2 * own.numel()].view(-1, 2))
         return flat.as_strided(own.size(), own.stride(), flat.storage_offset())
 
 
 # Note [What the engine may hold]
 #
-# The garbage collector cannot see what the engine, which is C++, refers to. If that led back to the
-# wrapper, which owns the engine, neither would ever be freed; and a hook, its state or a callback
-# often do: a method of the object that trains, a module that knows its wrapper. So the engine holds
-# the wrapper's hooks weakly, and finds there what is to be called. Who wants a backward with a hook
-# keeps the wrapper until then.
+# The garbage collector cannot see the references of the engine, which is written in C++. If these
+# led back to the wrapper, which owns the engine, neither would ever be freed. A hook, its state or
+# a callback often refer to the wrapper, for example as a method of a trainer object, or as a module
+# that knows its wrapper. So the engine references the wrapper's hooks weakly, and looks up there
+# what to call. Keep the wrapper alive until a backward with a hook has ended.
 
 
 def require_alive(reference: weakref.ref[Any], what: str) -> Any:
-    """The hooks of a wrapper, while there is one.
+    """The hooks of a wrapper that still exists.
 
     Raises:
-        RuntimeError: if it was deleted.
+        RuntimeError: if the wrapper was deleted.
     """
     hooks = reference()
     if hooks is None:
@@ -102,12 +103,12 @@ def require_alive(reference: weakref.ref[Any], what: str) -> Any:
 def make_runner(
     reference: weakref.ref[Any],
 ) -> Callable[[_core.GradBucket, _core.Completion], None]:
-    """Adapt ``hook(state, bucket) -> torch.futures.Future`` to what the engine calls."""
+    """Adapt ``hook(state, bucket) -> torch.futures.Future`` to the engine's callback interface."""
 
     def run(bucket: _core.GradBucket, completion: _core.Completion) -> None:
         state, hook = require_alive(reference, "its communication hook").comm_hook
         future = hook(state, GradBucket(bucket))
-        # The base class: what Work.get_future() and its then() return is not a
+        # The base class, because Work.get_future() and its then() do not return a
         # torch.futures.Future.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
@@ -121,9 +122,10 @@ def make_runner(
                 if isinstance(value, (list, tuple)):
                     value = value[0]
                 if value.dim() != 1:
-                    value = value.reshape(-1)  # in memory, too, where it is a view of the buffer
+                    # a copy in memory order, if it is a view of the buffer
+                    value = value.reshape(-1)
                 completion.complete(value)
-            except Exception as error:  # noqa: BLE001  (it goes to the caller of backward)
+            except Exception as error:  # noqa: BLE001  (backward() raises it)
                 completion.fail(f"a communication hook failed: {error}")
 
         future.add_done_callback(done)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch.compile is told by the wrapper: where to split a graph, so that its backward is
-split, too.
+"""The wrapper's interface to torch.compile, which splits graphs by bucket.
 
 Note [Compiled graphs are split by bucket]
 
-The backward of a compiled graph is one autograd node, whose gradients all come out at its end:
-nothing could be sent before. So torch's compiler splits a graph by the sizes of its parameters if,
-while it compiles, a wrapper of torch's class is in its forward; it asks the class for that wrapper,
-and the wrapper for ``bucket_bytes_cap``. Our wrapper puts itself there while it calls its module.
-That is an interface of torch's own parts, without a promise: where it is missing, compiled modules
-train as well, and what they have to send is sent when a graph's backward ends.
+The backward of a compiled graph is one autograd node, whose gradients are all available only at its
+end. No communication could start before that. So torch's compiler splits a graph by the sizes of
+its parameters if a wrapper of torch's class is in its forward while it compiles. It looks up that
+wrapper in a class attribute, and reads ``bucket_bytes_cap`` of the wrapper. Our wrapper sets this
+attribute while it calls its module. The interface is internal to torch and may change. Without it,
+compiled modules still train, but communication starts when a graph's backward ends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from apex.parallel import _options
 
 
 class _NotAsked:
-    """Holds the wrapper in forward where torch's compiler has no place for it."""
+    """Stores the wrapper in forward if torch's compiler has no such attribute."""
 
     _active_ddp_module: Any = None
 
@@ -34,21 +33,21 @@ def _find_registry(candidate: Any = nn.parallel.DistributedDataParallel) -> Any:
     return candidate if all(hasattr(candidate, name) for name in names) else _NotAsked
 
 
-# Assigning to its attribute costs less than asking whether anything is compiled, and a script may
+# Setting the attribute costs less than checking whether anything is compiled, and a script may
 # compile for the first time within a forward.
 registry = _find_registry()
 
 
 def splits_graphs() -> bool:
-    """Whether this torch has the interface that splitting needs."""
+    """Whether this torch version has the interface that splitting needs."""
     return registry is not _NotAsked
 
 
 def bucket_bytes(
     parameters: Iterable[nn.Parameter], message_size: int, bucket_cap_mb: float | None
 ) -> int:
-    """The size of a bucket in bytes, for the compiler, which refuses less than its first
-    bucket's."""
+    """The bucket size in bytes, for the compiler. It is at least the size of the compiler's first
+    bucket, below which the compiler raises."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     elements = _options.given_elements(message_size)
     if bucket_cap_mb is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine of a DistributedDataParallel: made of its options, and again when its module has
-changed."""
+"""The engine of a DistributedDataParallel. It is created from the wrapper's options, and its
+reducer is created again when the module has changed."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ from apex.parallel._watched_module import (
 
 
 class EngineOptions(NamedTuple):
-    """What every reducer of a wrapper is made of."""
+    """The options from which every reducer of a wrapper is created."""
 
     reducer: dict[str, Any]  # attributes of _core.ReducerOptions
-    settings: list[str]  # what else has to be the same on all ranks
+    settings: list[str]  # further settings that must be equal on all ranks
     trigger_names: list[str]
-    ignored: set[str]  # names of parameters and buffers that are left alone
-    communicators: int  # that buckets use in turn
-    overlaps: bool  # False: all gradients come or go at the end of backward
+    ignored: set[str]  # names of parameters and buffers that are not synchronized
+    communicators: int  # the number of communicators that buckets use in turn
+    overlaps: bool  # False: all gradients are communicated at the end of backward
 
 
 class Engine:
-    """The reducer of a wrapper, the groups it talks over, and the module that it was made for.
+    """A wrapper's reducer, its process groups, and the module that it was created for.
 
-    Belongs to the process: a copy keeps the options, and makes all else in its first forward in
-    ``train()``. Refers to its wrapper weakly, so that dropping the wrapper ends both.
+    It belongs to the process. A copy keeps the options and creates the rest in its first forward in
+    ``train()``. It references its wrapper weakly, so dropping the wrapper frees both.
     """
 
     reducer: _core.Reducer | None = None
     process_group: dist.ProcessGroup | None = None
     groups: Sequence[dist.ProcessGroup] = ()
-    parameters: Sequence[nn.Parameter] = ()  # as the reducer numbers them
-    join: Announcer | None = None  # the one in force
+    parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
+    join: Announcer | None = None  # the active join
     world_size = 0
     splits_graphs = False  # see Note [Compiled graphs are split by bucket] in _compile.py
-    made = 0  # tells one reducer from the next; a reference would keep its hooks alive
-    _buffers_agreed: _buffers.Buffers | None = None  # when the reducer was made
-    _watched: WatchedModule | None = None  # None: the next forward makes the reducer again
-    _copied: WatchedModule | None = None  # what was unpickled or copied, until it has a reducer
+    made = 0  # numbers the reducers; a reference to a reducer would keep its hooks alive
+    _buffers_agreed: _buffers.Buffers | None = None  # from when the reducer was created
+    _watched: WatchedModule | None = None  # None: the next forward creates a new reducer
+    # the state of an unpickled or copied engine until it has a reducer
+    _copied: WatchedModule | None = None
 
     def __init__(
         self, wrapper: nn.Module, options: EngineOptions, hooks: Hooks, broadcast_buffers: bool
@@ -72,7 +73,7 @@ class Engine:
     def connect(
         self, process_group: dist.ProcessGroup | None, given: Any, init_sync: bool
     ) -> _core.Reducer:
-        """Makes the groups (`given`: those of the script) and the first reducer. Collective."""
+        """Create the groups (or use the script's, `given`) and the first reducer. Collective."""
         options, who = self._options, type(self._wrapper()).__name__
         self.process_group = group = require_group(process_group, who)
         end_groups_at_exit(self)
@@ -82,7 +83,7 @@ class Engine:
         self.world_size = dist.get_world_size(group)
         self.splits_graphs = self.world_size > 1 and options.overlaps
         if not _options.over_gloo(group, self.device):
-            # Making groups is collective: ranks that want different numbers are told before.
+            # Creating groups is collective, so ranks with different counts must raise before that.
             _options.check_initialized(self.module)
             named = dict(self.named_parameters())
             _core.verify_same_model(
@@ -95,20 +96,20 @@ class Engine:
         return reducer
 
     def make_reducer(self, init_sync: bool) -> _core.Reducer:
-        """For the module as it is now. Collective."""
-        # If the models are refused, the next forward compares them again on every rank: one that
-        # has taken its change back must not go on with the old reducer while others make one.
+        """Create a reducer for the current module. Collective."""
+        # If the models are refused, the next forward compares them again on every rank. Otherwise a
+        # rank that has undone its change would use the old reducer while others create a new one.
         self._watched = None
         watched = self._watch()
         names = [name for name, _ in self.named_parameters()]
         _options.check_initialized(self.module)
         if self.reducer is not None:
-            self.reducer.wait()  # what it still has on its way would be lost with it
+            self.reducer.wait()  # its buckets in flight would be lost
         triggers = self._options.trigger_names
         options = _core.ReducerOptions()
         for name, value in self._options.reducer.items():
             setattr(options, name, value)
-        # Those that are there: a frozen one gets no gradient, so it closes no bucket.
+        # Only the trainable ones: a frozen parameter gets no gradient, so it closes no bucket.
         options.trigger_parameters = [i for i, name in enumerate(names) if name in triggers]
         options.init_sync = init_sync
         options.settings = self._settings()
@@ -129,11 +130,11 @@ class Engine:
         return reducer
 
     def connected(self) -> _core.Reducer:
-        """The reducer; makes that of a copy."""
+        """The reducer. A copy creates its reducer here."""
         if self.reducer is not None:
             return self.reducer
-        # Ranks have the same, but for what was replaced since the copy was made, of which rank 0's
-        # counts as in any module.
+        # The parameters are equal on all ranks, except those replaced since the copy was made. For
+        # these, rank 0's values are broadcast, as for any module.
         replaced = self._copied is not None and self._copied.has_other_parameters()
         reducer = self.connect(None, None, init_sync=replaced)
         self._copied = None
@@ -145,7 +146,7 @@ class Engine:
         return bool(self._options.reducer["gradient_statistics"])
 
     def steps_skipped(self) -> int:
-        """By the present reducer."""
+        """The number of steps skipped by the current reducer."""
         return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])
 
     def check_replicas_next(self) -> None:
@@ -154,7 +155,7 @@ class Engine:
             self.reducer.check_replicas_next()
 
     def set_static_graph(self) -> None:
-        """As the option ``static_graph``. Collective."""
+        """Set the option ``static_graph``. Collective."""
         options = {**self._options.reducer, "static_graph": True}
         self._options = self._options._replace(reducer=options)
         self.make_reducer(init_sync=False)
@@ -170,44 +171,44 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped one."""
+        """The wrapped module."""
         wrapper: Any = self._wrapper()
         module: nn.Module = wrapper.module
         return module
 
     @property
     def device(self) -> torch.device:
-        """Where what it sends lies: that of the module, whatever backends the group has.
+        """The device of the communicated tensors: the module's device, for any group.
 
-        A group may have a backend for each of several devices. All ranks have to use the same one.
+        A group may have backends for several devices. All ranks have to use the same device.
         """
         devices = (tensor.device for _, tensor in self.named_tensors() if not tensor.is_meta)
         return next(devices, torch.device("cpu"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are synchronized."""
+        """The synchronized parameters."""
         return included_parameters(self.module, self._options.ignored)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers that are synchronized."""
+        """The synchronized parameters and buffers."""
         yield from self.named_parameters()
         yield from self.named_buffers()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are synchronized."""
+        """The synchronized buffers."""
         for name, buffer in self.module.named_buffers():
             if name not in self._options.ignored:
                 yield name, buffer
 
     def module_changed(self) -> bool:
-        """Whether the module needs another reducer; every rank has to see the same change."""
+        """Whether the module needs a new reducer. Every rank must observe the same change."""
         return self._watched is None or self._watched.has_other_parameters()
 
     def _watch(self) -> WatchedModule:
         return WatchedModule(self._wrapper, self._options.ignored)
 
     def sync_buffers(self, root: int = 0) -> None:
-        """Takes over the buffers of rank `root`. Collective."""
+        """Broadcast the buffers of rank `root`. Collective."""
         assert self._buffers_agreed is not None and self.process_group is not None
         try:
             self._buffers_agreed.take(self.process_group, root, tensors_of_functional_call())
@@ -225,7 +226,7 @@ class Engine:
         return None if plan is None else [[names[i] for i in bucket] for bucket in plan]
 
     def load_plan(self, plan: Sequence[Sequence[str]]) -> None:
-        """Uses what :meth:`plan` returned. Collective."""
+        """Use a plan that :meth:`plan` returned. Collective."""
         index = {name: i for i, (name, _) in enumerate(self.named_parameters())}
         unknown = [name for bucket in plan for name in bucket if name not in index]
         if unknown:
@@ -242,13 +243,14 @@ class Engine:
         return {**state, "hooks": copy.copy(self.hooks)}
 
     def belong_to(self, wrapper: nn.Module) -> None:
-        """After unpickling or copying: `wrapper` is the copy."""
+        """Connect a copied or unpickled engine to `wrapper`, the copy."""
         self._wrapper = weakref.ref(wrapper)
         self._copied = self._watch()
 
 
 def refuse_backward(outputs: Sequence[Tensor]) -> None:
-    """A copy that was run in ``eval()`` is not connected: nobody would average gradients."""
+    """Make backward raise for a copy that ran in ``eval()``. It is not connected, so its gradients
+    would not be averaged."""
 
     def refuse(grad: Tensor) -> None:
         raise RuntimeError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a script hangs into the reduction of a DistributedDataParallel."""
+"""The hooks and callbacks of a DistributedDataParallel's reduction."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from apex.parallel._timeline import Timeline
 
 
 class ReducedBucket(NamedTuple):
-    """What a bucket callback is called with."""
+    """The argument of a bucket callback."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index()
     parameters: list[nn.Parameter]
 
 
 class Hooks:
-    """What was registered with a wrapper; each of its reducers is given all of it.
+    """The hooks registered with a wrapper. Each of its reducers gets all of them.
 
     Copies of the wrapper have the same communication hook, no callback and no optimizer.
 
     Args:
-        comm_hook: the built-in one that mixed precision needs; a script's takes its place.
+        comm_hook: the built-in hook that mixed precision needs. A script's hook replaces it.
     """
 
     callback: Callable[[ReducedBucket], None] | None = None
-    optimizer: Any = None  # the OverlappedOptimizer, if there is one
+    optimizer: Any = None  # the OverlappedOptimizer, if any
     timeline: Timeline | None = None  # while overlap is recorded
-    _parameters: Sequence[nn.Parameter] = ()  # as the reducer numbers them
+    _parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
 
     def __init__(self, comm_hook: str | None) -> None:
         self.comm_hook: RegisteredHook | str | None = comm_hook
         self._default = comm_hook
 
     def install(self, reducer: _core.Reducer, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives all of it to a new reducer of these parameters."""
+        """Register all hooks with a new reducer of these parameters."""
         self._parameters = parameters
         if self.comm_hook is not None:
             self._install_comm_hook(reducer, self.comm_hook)
@@ -56,7 +56,7 @@ class Hooks:
         if self.comm_hook is not None and self.comm_hook != self._default:
             raise RuntimeError("a communication hook is registered already; there can be one.")
         self._install_comm_hook(reducer, comm_hook)
-        self.comm_hook = comm_hook  # where the reducer finds it
+        self.comm_hook = comm_hook  # the reducer looks it up here
 
     def _install_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
         if isinstance(comm_hook, str):
@@ -71,7 +71,8 @@ class Hooks:
         self._install_callback(reducer)
 
     def set_optimizer(self, reducer: _core.Reducer, optimizer: Any) -> None:
-        """Lets backward return while buckets are on their way, and tells `optimizer` of each."""
+        """Let backward return while buckets are in flight, and notify `optimizer` of each
+        bucket."""
         self.optimizer = optimizer
         self._install_callback(reducer)
         reducer.set_deferred(True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers that torch steps inside backward, which would be before the average."""
+"""Detects optimizers that torch steps inside backward, before the gradients are averaged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def parameters_known() -> int:
-    """How many parameters torch knows to have an optimizer in backward; costs nothing."""
+    """The number of parameters that torch steps with an optimizer in backward. Free to call."""
     module = sys.modules.get(_MODULE)
     return 0 if module is None else len(module.param_to_optim_hook_handle_map)
 
 
 def refuse(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str] = ()) -> None:
-    """Check that no parameter of ``module`` is stepped in backward, where there are several ranks.
+    """Check that no parameter of ``module`` is stepped in backward, if there are several ranks.
 
-    Those named in ``ignored`` may be.
+    Parameters named in ``ignored`` are exempt.
 
     Raises:
-        RuntimeError: one is.
+        RuntimeError: if a parameter is stepped in backward.
     """
     if dist.get_world_size(group) == 1:
         return

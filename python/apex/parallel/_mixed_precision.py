@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``DistributedDataParallel(mixed_precision=...)``: forward in a narrow dtype, parameters in their
-own."""
+"""``DistributedDataParallel(mixed_precision=...)``: forward in a low-precision dtype, parameters in
+their own dtype."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 class MixedPrecision:
     """Runs a module with casts of its parameters, buffers and inputs.
 
-    Gradients flow back through the casts, so ``.grad`` has the parameter's own dtype, and
-    parameters and buffers in checkpoints have theirs.
+    Gradients flow back through the casts, so ``.grad``, parameters and buffers keep their own
+    dtypes, also in checkpoints.
 
     Args:
-        given: anything with the attributes ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``
-            (each a floating dtype or None), as torch's ``_MixedPrecision``.
+        given: an object with the attributes ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``
+            (each a floating-point dtype or None), as torch's ``_MixedPrecision``.
 
     Raises:
-        TypeError: for something else.
+        TypeError: for any other object.
     """
 
     def __init__(self, given: Any) -> None:
@@ -44,26 +44,26 @@ class MixedPrecision:
         self.param_dtype: torch.dtype | None = given.param_dtype
         self.buffer_dtype: torch.dtype | None = given.buffer_dtype
         self.reduce_dtype: torch.dtype | None = given.reduce_dtype or given.param_dtype
-        # torch's class has none: inputs are cast.
+        # torch's class has no such attribute, and inputs are cast.
         self.cast_forward_inputs = bool(getattr(given, "cast_forward_inputs", True))
-        self.in_place = False  # the module's parameters and buffers are casts at present
+        self.in_place = False  # True while the module's parameters and buffers are casts
 
     @property
     def wire(self) -> str | None:
-        """The built-in communication hook for ``reduce_dtype``; None: gradients as they are."""
+        """The built-in communication hook for ``reduce_dtype``; None: gradients are not cast."""
         return WIRES.get(self.reduce_dtype) if self.reduce_dtype is not None else None
 
     def describe(self) -> str:
-        """What has to be the same on all ranks."""
+        """The settings that must be equal on all ranks."""
         names = ("param_dtype", "reduce_dtype", "buffer_dtype")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def enter(
         self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Casts | None]:
-        """Before forward: casts inputs, and puts casts in place of the module's own tensors.
+        """Before forward: cast the inputs, and replace the module's own tensors by casts.
 
-        Returns what forward is called with, and what :meth:`put_back` and :meth:`leave` take.
+        Returns the inputs of forward, and the argument of :meth:`put_back` and :meth:`leave`.
         """
         if self.cast_forward_inputs and self.param_dtype is not None:
             inputs, kwargs = map_tensors((inputs, kwargs), self._cast_input)
@@ -74,9 +74,9 @@ class MixedPrecision:
         return inputs, kwargs, casts
 
     def put_back(self, casts: Casts) -> None:
-        """After forward: puts the module's own tensors back, with what forward did to buffers.
+        """After forward: restore the module's own tensors, with the changes of forward to buffers.
 
-        Also after one that failed: buffers have changed up to there.
+        Also call it after a failed forward, which may have changed buffers.
         """
         try:
             casts.keep_changed_buffers()
@@ -84,7 +84,7 @@ class MixedPrecision:
             self._take_out(casts)
 
     def leave(self, module: nn.Module, casts: Casts, output: Any, training: bool) -> None:
-        """After a forward that returned `output`, whose parts may run again in backward."""
+        """After a successful forward, parts of which may run again in backward."""
         if training and casts:
             self._use_in_backward(module, casts, output)
 
@@ -101,18 +101,18 @@ class MixedPrecision:
 
     # Note [Casts in backward]
     #
-    # Under activation checkpointing, parts of forward run again within backward. They have to find
-    # what forward has found, so the casts of that forward are put in place of the module's own
-    # while its backward runs: from when the first gradient of an output arrives to the end. After
-    # it the module has what it had when backward began, not what it had before forward: forward may
-    # have assigned a buffer. What the second run of a part does to buffers is dropped.
+    # Under activation checkpointing, parts of forward run again within backward. They must use the
+    # same tensors as in forward. So the casts of that forward replace the module's own tensors
+    # while its backward runs, from the first gradient of an output to the end. Afterwards the
+    # module has the tensors from the beginning of backward, and not from before forward, because
+    # forward may have assigned a buffer. Buffer changes by the second run of a part are dropped.
 
     def _use_in_backward(self, module: nn.Module, casts: Casts, output: Any) -> None:
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if not tensors:
             return
-        kept = [casts]  # for the first backward; whoever holds an output holds no more after it
-        reference = weakref.ref(module)  # which may hold an output
+        kept = [casts]  # released by the first backward, even if an output is still referenced
+        reference = weakref.ref(module)  # weak, because the module may hold an output
 
         def begin(_: torch.Tensor) -> None:
             module = reference()
@@ -128,7 +128,7 @@ class MixedPrecision:
 
 
 class _EndOfBackward:
-    """Called when backward ends; also when it fails, and the autograd engine lets go of this."""
+    """Runs an action when backward ends, or when the autograd engine drops it after a failure."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -142,10 +142,10 @@ class _EndOfBackward:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor.to(dtype)``, whose backward takes sparse gradients, too."""
+    """``tensor.to(dtype)``, whose backward also accepts sparse gradients."""
     if type(tensor) is torch.Tensor or type(tensor).__torch_function__ is _NO_FUNCTION:
         return _core.cast(tensor, dtype)
-    return tensor.to(dtype)  # a class with functions of its own decides what its cast is
+    return tensor.to(dtype)  # a class with its own functions defines its own cast
 
 
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
@@ -158,7 +158,8 @@ class _Entry:
     name: str
     own: torch.Tensor
     cast: torch.Tensor
-    displaced: Any = _NOTHING  # what the module had in its place, and will have again
+    # the module's tensor that the cast replaces and that is restored later
+    displaced: Any = _NOTHING
 
     def put_in(self) -> None:
         self.displaced = self.members[self.name] if self.name in self.members else _NOTHING
@@ -167,21 +168,21 @@ class _Entry:
 
     @property
     def present(self) -> Any:
-        """What the module has now; ``_NOTHING`` if it has removed it."""
+        """The module's current tensor; ``_NOTHING`` if it has removed it."""
         if self.displaced is _NOTHING or self.name not in self.members:
             return _NOTHING
         return self.members[self.name]
 
 
 class Casts:
-    """Casts of a module's parameters and buffers, to be put in place of its own."""
+    """Casts of a module's parameters and buffers, which can replace the module's own tensors."""
 
     def __init__(
         self, module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None
     ) -> None:
         self._parameters: list[_Entry] = []
         self._buffers: list[_Entry] = []
-        made: dict[int, torch.Tensor] = {}  # what is shared stays shared
+        made: dict[int, torch.Tensor] = {}  # shared tensors stay shared
         for part in module.modules():
             for members, dtype, entries in (
                 (part._parameters, parameters, self._parameters),
@@ -204,7 +205,7 @@ class Casts:
             entry.put_in()
 
     def take_out(self) -> None:
-        """Puts back what the casts have displaced, but for parameters that forward has replaced."""
+        """Restore the replaced tensors, except parameters that forward has replaced."""
         for entry in self._parameters:
             if entry.present is entry.cast:
                 entry.members[entry.name] = entry.displaced
@@ -213,8 +214,9 @@ class Casts:
                 entry.members[entry.name] = entry.displaced
 
     def keep_changed_buffers(self) -> None:
-        """Lets the module have the values that forward has left in its buffers, in their dtypes."""
-        assigned: dict[int, torch.Tensor] = {}  # what is shared stays shared
+        """Copy the values that forward has left in buffers into the module's own, in their
+        dtypes."""
+        assigned: dict[int, torch.Tensor] = {}  # shared tensors stay shared
         for entry in self._buffers:
             present, own = entry.present, entry.own
             if present is entry.cast:
@@ -234,11 +236,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _copy_changed(own: torch.Tensor, cast: torch.Tensor) -> None:
-    """Copies into `own` those elements that are not the casts of its own: others keep their digits.
+    """Copy into `own` the elements of `cast` that differ from its cast; others keep full precision.
 
-    Versions do not say whether there are any: not every kernel counts them.
+    Version counters cannot detect changes, because some kernels do not increment them.
     """
     bits = _BITS[cast.element_size()]
-    changed = cast.view(bits) != own.to(cast.dtype).view(bits)  # so a NaN equals itself
+    changed = cast.view(bits) != own.to(cast.dtype).view(bits)  # bitwise, so a NaN equals itself
     if changed.any():
         own.copy_(torch.where(changed, cast.to(own.dtype), own))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The constructor arguments of DistributedDataParallel: what they mean, and which exclude each
-other."""
+"""The constructor arguments of DistributedDataParallel: parsing, validation and conflicts between
+them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import nn
 from apex._internal.groups import backend_name, backends_of, group_like
 from apex._internal.tree import map_tensors
 
-#: Elements, NVIDIA Apex's default. It stands for "by device", see BucketLimits in C++.
+#: Elements, NVIDIA Apex's default. This value means "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
-#: Attributes of the wrapper, True or False, that the engine takes under the same names.
+#: Boolean attributes of the wrapper that the engine has under the same names.
 SWITCHES_OF_THE_ENGINE = (
     "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "static_graph",
     "check_finite", "registered_buffers",
@@ -35,9 +35,9 @@ P = ParamSpec("P")
 
 
 def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
-    """The constructor, whose error for an unknown keyword names the closest one.
+    """Wrap the constructor so that its error for an unknown keyword suggests the closest one.
 
-    Python 3.13 and newer say so by themselves.
+    Python 3.13 and newer does this itself.
     """
     known = inspect.signature(constructor).parameters
 
@@ -55,10 +55,10 @@ def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth: Any) -> bool:
-    """delay_allreduce of ``(module, device_ids, third, fourth)``; None is torch's output_device.
+    """Return delay_allreduce of ``(module, device_ids, third, fourth)``, torch's order of arguments.
 
-    Raises TypeError for a device, as torch's class takes it: the third argument is Apex's
-    delay_allreduce, which rank 1 would take for True and rank 0 for False.
+    The third argument is Apex's delay_allreduce, or None, which is torch's output_device. A device
+    index there raises TypeError: it would mean True on rank 1 and False on rank 0.
     """
     if third is None and fourth is not None:
         raise TypeError(
@@ -75,7 +75,7 @@ def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth
 
 
 def switch(name: str, value: Any) -> bool:
-    """The option `name` as a bool; old scripts also pass 0 and 1."""
+    """The option `name` as a bool. Old scripts also pass 0 and 1."""
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}.")
@@ -98,7 +98,7 @@ def checks_every(value: Any) -> int | None:
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    """The option `name`, which is one of `choices`."""
+    """The option `name`, which must be one of `choices`."""
     if value in choices:
         return str(value)
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
@@ -130,12 +130,12 @@ def _check_mebibytes(name: str, value: Any) -> None:
 
 
 def _bytes(mebibytes: float) -> int:
-    """As the engine takes them: at least 1, and as many as it can count for more than that."""
+    """The size in bytes, limited to the engine's range: from 1 to the largest integer."""
     return int(max(1, min(mebibytes * (1 << 20), sys.maxsize)))
 
 
 def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
-    """The size of buckets in MiB, and that of the first in bytes."""
+    """The bucket size in MiB, and the size of the first bucket in bytes."""
     for cap_mb in caps_mb:
         _check_mebibytes("bucket_cap_mb_list", cap_mb)
     return max(caps_mb), _bytes(caps_mb[0])
@@ -144,7 +144,7 @@ def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
 def bucket_limits(
     message_size: int, bucket_cap_mb: float | None, first_bytes: int
 ) -> dict[str, Any]:
-    """The size of buckets, as arguments of the engine."""
+    """The bucket sizes, as arguments of the engine."""
     if bucket_cap_mb is None:
         return {"cap": given_elements(message_size) or 0}
     cap = _bytes(bucket_cap_mb)
@@ -152,20 +152,20 @@ def bucket_limits(
 
 
 def settings(**options: tuple[Any, Any]) -> list[str]:
-    """Those of the options that are not at their defaults, ``(value, default)``.
+    """The options ``(value, default)`` that differ from their defaults, as text.
 
-    Ranks may be written in C++, which has none of these options: there all are at their defaults.
+    Ranks may be written in C++, which does not have these options and always uses the defaults.
     """
     return [f"{name}={v}" for name, (v, default) in options.items() if v != default]
 
 
 def given_elements(message_size: int) -> int | None:
-    """The size of a bucket in elements; None where it was left to the device."""
+    """The bucket size in elements; None if it depends on the device."""
     return None if message_size == MESSAGE_SIZE else message_size
 
 
 def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
-    """Raise ValueError unless at most one of them sets the size of a bucket."""
+    """Raise ValueError unless at most one of them sets the bucket size."""
     if bucket_cap_mb is None:
         return
     _check_mebibytes("bucket_cap_mb", bucket_cap_mb)
@@ -177,7 +177,7 @@ def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
 
 
 def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None:
-    """Raise ValueError for numbers of communicators that contradict each other."""
+    """Raise ValueError for contradictory numbers of communicators."""
     if not isinstance(count, int):
         raise TypeError(f"num_allreduce_streams is a whole number, got {count!r}.")
     if delay_allreduce and count > 1:
@@ -202,7 +202,7 @@ def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Raise RuntimeError for a parameter or buffer of a lazy module that has no shape yet."""
+    """Raise RuntimeError if a parameter or buffer of a lazy module has no shape yet."""
     for kind, named in (
         ("parameter", module.named_parameters()),
         ("buffer", module.named_buffers()),
@@ -216,7 +216,7 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def trigger_names(triggers: Iterable[nn.Parameter] | None, module: nn.Module) -> list[str]:
-    """The names of the given parameters, by which those are found that replace them later."""
+    """The names of the given parameters, which also identify their later replacements."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     result = []
     for trigger in triggers or ():
@@ -239,11 +239,11 @@ def single_device(
     output_device: int | torch.device | None,
     parameters: Sequence[nn.Parameter],
 ) -> tuple[torch.device | None, torch.device | None]:
-    """The devices that inputs and outputs are moved to, None for left where they are.
+    """The devices that inputs and outputs are moved to; None: they are not moved.
 
-    A process drives one device; a module on the CPU is left there whatever device_ids says, so that
-    a script written for GPUs runs on a machine without. A negative index is a --local_rank that
-    nobody passed, as under torchrun: the device is then that of the module.
+    A process drives one device. A module on the CPU stays there for any device_ids, so that a
+    script written for GPUs runs on a host without them. A negative index comes from a --local_rank
+    that was not passed, as under torchrun. It means the device of the module.
     """
     if isinstance(device_ids, (int, str, torch.device)):
         raise TypeError(
@@ -279,7 +279,7 @@ def single_device(
 
 
 def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` go over Gloo, or the backend ``apex``, which has one."""
+    """Whether tensors on ``device`` go over Gloo, or over the backend ``apex``, which uses Gloo."""
     return backend_name(group, device) in ("gloo", "apex")
 
 
@@ -288,8 +288,8 @@ def communicators(
 ) -> list[dist.ProcessGroup]:
     """The groups that buckets on ``device`` use in turn.
 
-    The engine makes connections of its own from them, over Gloo; other backends get groups of their
-    own here. Those are made by the members of ``group`` alone.
+    Over Gloo, the engine creates separate connections from these groups. For other backends, this
+    function creates new groups. Only the members of ``group`` take part.
     """
     if count == 1:
         return [group]
@@ -310,12 +310,12 @@ def warn_ignored(gradient_average_split_factor: Any) -> None:
         warnings.warn(
             "gradient_average_split_factor has no effect; gradient_predivide_factor splits the "
             "division by the world size.",
-            stacklevel=4,  # above the constructor, and suggests_keywords
+            stacklevel=4,  # the caller of the constructor, above suggests_keywords
         )
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Tensors in nested containers moved to ``device``, and objects that have a ``to()``."""
+    """Move tensors in nested containers, and objects that have a ``to()``, to ``device``."""
     return map_tensors(
         value,
         lambda tensor: tensor.to(device, non_blocking=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What pictures of reports have in common. matplotlib is not a dependency of this package."""
+"""Shared code for plots of reports. matplotlib is not a dependency of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COMPUTES, PENDING, HIDDEN, EXPOSED = "#8da0cb", "#d9d9d9", "#66c2a5", "#e6553a"
 
 
 def require() -> None:
-    """Raises ImportError with the remedy where matplotlib is missing."""
+    """Raise ImportError with the remedy if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -17,7 +17,7 @@ def require() -> None:
 
 
 def rows_figure(rows: int) -> tuple[Any, Any]:
-    """A figure that is as high as its rows, and its axes. Not of pyplot, which keeps figures."""
+    """A figure as high as its rows, and its axes. Not created by pyplot, which keeps figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -3,24 +3,24 @@
 
 Note [Attributes of the wrapped module]
 
-``model.fc`` of a wrapper is ``model.module.fc``. A name that the wrapper has is the wrapper's.
-Three kinds of names are not looked up in the module:
+``model.fc`` of a wrapper is ``model.module.fc``. If the wrapper has an attribute of that name, it
+takes precedence. Three kinds of names are not looked up in the module:
 
-- Names with an underscore in front. Libraries put marks there (``_hf_hook``, ``_orig_mod``), and
-  take an object that has one for the marked module itself.
-- ``parametrizations``. torch.nn.utils.parametrize asks each module whether it is parametrized, and
-  then takes its class for a generated one.
-- Any name, while there is no module yet: in the constructor, and in an object that copy or pickle
-  has made and not filled.
+- Names that begin with an underscore. Libraries set marks with such names (``_hf_hook``,
+  ``_orig_mod``), and treat an object that has one as the marked module itself.
+- ``parametrizations``. torch.nn.utils.parametrize uses it to check whether a module is
+  parametrized, and then assumes that its class is a generated one.
+- Any name while the module does not exist: in the constructor, and in an object that copy or pickle
+  has created but not filled.
 
-Python calls __getattr__ also for a property that has raised AttributeError, and drops that error.
-It is raised again here: the property is the cause, and the name is not missing.
+Python also calls __getattr__ if a property raises AttributeError, and drops that error. The error
+is raised again here, because the property is the cause and the name is not missing.
 
-A layer or tensor that is assigned to a name that only the module has would be registered in the
-wrapper, where no forward uses it and no gradient is averaged. So this is refused. That of the
-module itself is there already: ``model.fc = model.fc.to(device)`` and ``model.offset += 1`` have
-changed it, and a second reference would go stale. Other values are set on the wrapper, as
-subclasses do in their constructors.
+A layer or tensor assigned to a name that only the module has would be registered in the wrapper. No
+forward would use it, and its gradient would not be averaged. So this raises an error. Assigning the
+module's own object has no effect: ``model.fc = model.fc.to(device)`` and ``model.offset += 1`` have
+already changed it, and a second reference would become stale. Other values are set on the wrapper,
+as subclasses do in their constructors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_LOOKED_UP = ("parametrizations",)
 
 
 class ReadsThrough(nn.Module):
-    """Base of a wrapper of ``self.module``; see Note [Attributes of the wrapped module]."""
+    """Base class of a wrapper of ``self.module``; see Note [Attributes of the wrapped module]."""
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
@@ -55,7 +55,7 @@ def _defines(kind: type, name: str) -> bool:
 
 
 def _module_of(wrapper: nn.Module, name: str) -> nn.Module | None:
-    """The module in which `name` is looked up."""
+    """The module in which `name` is looked up, or None."""
     if name.startswith("_") or name in _NOT_LOOKED_UP:
         return None
     module: nn.Module | None = wrapper.__dict__.get("_modules", {}).get("module")
@@ -77,11 +77,11 @@ def _of_module(wrapper: nn.Module, name: str) -> Any:
                 name=name,
                 obj=wrapper,
             ) from error
-    return object.__getattribute__(module, name)  # raises what the property has raised
+    return object.__getattribute__(module, name)  # raises the property's own error
 
 
 def _is_of_module(wrapper: nn.Module, name: str, value: nn.Module | Tensor) -> bool:
-    """Whether `value` is what the module has; raises if it would hide another layer or tensor."""
+    """Whether `value` is the module's own. Raises if it would hide another layer or tensor."""
     if name in wrapper.__dict__ or _defines(type(wrapper), name):
         return False
     held = (wrapper.__dict__.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))

@@ -19,12 +19,12 @@ from apex.parallel._tensor_lists import apply_flat_dist_call
 
 
 class Reducer:
-    """Averages gradients, or given tensors, over all processes when asked to.
+    """Averages gradients, or given tensors, over all processes on request.
 
     Args:
-        module_or_grads_list: a module, whose parameters are taken from rank 0 now and whose
-            gradients ``reduce()`` averages; or tensors in (nested) lists and tuples, which
-            ``reduce()`` averages in place.
+        module_or_grads_list: a module, or tensors in (nested) lists and tuples. For a module, rank
+            0's parameters are broadcast now, and ``reduce()`` averages its gradients. Tensors are
+            averaged in place by ``reduce()``.
         process_group: the processes that take part; default all.
 
     Backward alone never communicates. Collective and blocking, as ``DistributedDataParallel``.
@@ -62,8 +62,8 @@ class Reducer:
     def reduce(self) -> None:
         """Average every gradient that is not None, in place, grouped by dtype and device.
 
-        The same gradients must be present on every process. Blocks until they are averaged (CPU),
-        or until that is enqueued on the current stream (CUDA).
+        The same gradients must be present on every process. On the CPU, blocks until they are
+        averaged. On CUDA, blocks until the work is enqueued on the current stream.
         """
         if self.module is not None:
             _in_backward.refuse(self.module, self.process_group)
@@ -72,7 +72,8 @@ class Reducer:
             tensors = self.grads
         world = dist.get_world_size(self.process_group)
         name = name_of(self.process_group)
-        # The same on ranks that round otherwise: Python divides large integers by itself.
+        # The same result on ranks with another rounding mode: Python divides large integers in
+        # software.
         scale = (1 << 64) / (world << 64)
         _core.all_reduce_coalesced(tensors, name, scale, "all-reduce in Reducer.reduce()")
 
@@ -82,10 +83,10 @@ def flat_dist_call(
     call: Callable[..., Any],
     extra_args: Sequence[Any] | None = None,
 ) -> None:
-    """Run ``call(flat, *extra_args)`` on the tensors of each dtype and device as one flat tensor.
+    """Run ``call(flat, *extra_args)`` on one flat tensor per dtype and device.
 
-    The results are copied back in place; after ``torch.distributed.all_reduce`` they are divided by
-    the number of processes, so that they are averages.
+    The results are copied back in place. After ``torch.distributed.all_reduce`` they are divided by
+    the number of processes, which gives averages.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

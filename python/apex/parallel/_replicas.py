@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What should be equal on all processes besides the parameters; see Note [Replicas] in C++."""
+"""The state besides parameters that should be equal on all processes; see Note [Replicas] in
+C++."""
 
 from __future__ import annotations
 
@@ -17,33 +18,34 @@ _NO_GROUP = object()
 
 
 class Holds(Protocol):
-    """The engine of a wrapper."""
+    """The interface of a wrapper's engine."""
 
     process_group: dist.ProcessGroup | None
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped one."""
+        """The wrapped module."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are synchronized."""
+        """The synchronized parameters."""
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that are synchronized."""
+        """The synchronized buffers."""
 
 
 class Replicas:
-    """Called by the reducer of an engine, which it does not keep alive.
+    """Lists the replicated state. An engine's reducer calls it; it holds the engine weakly.
 
-    Of buffers those of SyncBatchNorm, which processes compute together. Others may become each
-    process's own at any time, by kernels whose writes do not count as changes of the tensor.
+    It includes only buffers of SyncBatchNorm, which the processes compute together. Other buffers
+    may become different on each process at any time, by kernels that do not change version
+    counters.
     """
 
     def __init__(self, engine: Holds) -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self) -> list[tuple[str, torch.Tensor, bool]]:
-        """Names, tensors, and whether they may differ."""
+        """Names, tensors, and whether the values may differ."""
         engine = self._engine()
         if engine is None:
             return []
@@ -61,7 +63,7 @@ class Replicas:
         ]
 
     def taken_over(self) -> None:
-        """All have those of one process now."""
+        """Called when one process's values have been copied to all."""
         engine = self._engine()
         if engine is not None:
             for _, parameter, _ in _masters(engine):
@@ -77,6 +79,7 @@ def _computed_together(module: nn.Module, group: Any) -> set[str]:
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
         if isinstance(part, nn.modules.batchnorm._BatchNorm)
-        if getattr(part, "process_group", _NO_GROUP) in (None, group)  # torch's class, or ours
+        # torch's class, or this package's
+        if getattr(part, "process_group", _NO_GROUP) in (None, group)
         for name in part._buffers
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The keys of state dicts that a wrapper loads: with and without ``module.`` in front."""
+"""Adapts the keys of loaded state dicts: with or without the prefix ``module.``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PREFIX = "module."
 
 
 def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of `wrapper`, or of its module, with the keys that `wrapper` has.
+    """Rename the keys of a state dict, the wrapper's or its module's, to those of `wrapper`.
 
-    What a key means depends on the names of the module: one that wraps another module has names of
-    its own that begin with ``module.``. The wrapper's come first where all keys fit both. Keys that
-    fit neither, as those of older versions that the module renames while it loads, are like the
-    others.
+    The meaning of a key depends on the names of the module. A module that wraps another module has
+    names of its own that begin with ``module.``. If all keys fit both, they are the wrapper's. Keys
+    that fit neither are treated like the others. They may be keys of older versions, which the
+    module renames while it loads.
 
     Raises:
-        RuntimeError: if some keys are those of the wrapper and some those of its module.
+        RuntimeError: if some keys fit only the wrapper and some only its module.
     """
     names = {name for name, _ in wrapper.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in wrapper.named_buffers(remove_duplicate=False)}
@@ -45,7 +45,7 @@ def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[st
     )
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        # Versions, by the name of the module: "" is the one inside.
+        # Versions by module name: "" is the inner module.
         prefixed._metadata = {  # type: ignore[attr-defined]
             (_PREFIX + name).removesuffix("."): version for name, version in metadata.items()
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lists of tensors, split by type: names of Apex's ``distributed`` module that scripts use."""
+"""Splits lists of tensors by type. Names of Apex's ``distributed`` module that scripts use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex._internal.flat import flatten, unflatten
 
 
 def split_by_type(tensors: Sequence[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """The tensors by ``tensor.type()``, in the order in which the types come up."""
+    """The tensors by ``tensor.type()``, in order of first appearance."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -23,9 +23,9 @@ def split_by_type(tensors: Sequence[Tensor]) -> OrderedDict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors of float16, float32, float64, bfloat16, each in a list; without empty lists.
+    """Lists of the float16, float32, float64 and bfloat16 tensors, without empty lists.
 
-    On any device. Apex's function left out what is not on a CUDA device, and bfloat16.
+    Accepts any device. Apex's function dropped bfloat16 and tensors outside of CUDA devices.
     """
     kinds = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     buckets = [[tensor for tensor in tensors if tensor.dtype == kind] for kind in kinds]
@@ -51,9 +51,9 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run ``call(flat, *extra_args)`` on tensors of one type and device as one flat tensor.
+    """Run ``call(flat, *extra_args)`` on one flat tensor of tensors of one dtype and device.
 
-    The results are copied back; after ``torch.distributed.all_reduce`` they are divided by the
+    The results are copied back. After ``torch.distributed.all_reduce`` they are divided by the
     number of processes.
     """
     flat = flatten(bucket)

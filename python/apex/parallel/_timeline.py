@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""When the host ran forwards and optimizer steps of a wrapper, while overlap is recorded."""
+"""Records when the host runs forwards and optimizer steps of a wrapper, for overlap reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEPT = 1024
 
 
 class Span(NamedTuple):
-    """What the host did for a while: ``"forward"``, or ``"step"`` with the optimizer's class."""
+    """A time span of the host: ``"forward"``, or ``"step"`` with the optimizer's class."""
 
     name: str
     begin_s: float
@@ -37,14 +37,14 @@ class Span(NamedTuple):
 class Timeline:
     """Forwards of one wrapper, and steps of optimizers that hold its parameters.
 
-    Times are of ``time.perf_counter()``, which on Linux is the clock of the C++ engine. A copy
-    begins anew.
+    Times are from ``time.perf_counter()``, which on Linux is the clock of the C++ engine. A copy
+    starts empty.
     """
 
     def __init__(self) -> None:
         self.parameters: Sequence[Tensor] = ()
         self._spans: deque[Span] = deque(maxlen=_KEPT)
-        self._step_began: dict[int, float] = {}  # by id: only while the optimizer steps
+        self._step_began: dict[int, float] = {}  # by id, which is valid while the optimizer steps
         _timelines.add(self)
         _register()
 
@@ -60,9 +60,9 @@ class Timeline:
             self._spans.append(Span(name, began, time.perf_counter()))
 
     def of_step(self, began_s: float, ended_s: float) -> list[Span]:
-        """Around a backward, from the optimizer step before it to the next forward.
+        """The spans around a backward, from the previous optimizer step to the next forward.
 
-        That is the first forward from ``ended_s`` on. Results are relative to ``began_s``.
+        The next forward is the first one from ``ended_s`` on. Times are relative to ``began_s``.
         """
         spans = sorted(self._spans, key=lambda span: span.begin_s)
         steps = [s.end_s for s in spans if s.name != FORWARD and s.end_s <= began_s]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names that torch's DistributedDataParallel has for libraries, beside its documented ones."""
+"""Undocumented names of torch's DistributedDataParallel that libraries use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import nn
 from apex._internal.groups import backends_of
 from apex.parallel._engine import Engine
 
-#: Where torch keeps the names of parameters and buffers that a wrapper leaves alone.
+#: The attribute in which torch keeps the names of ignored parameters and buffers.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class NoReducer:
-    """What ``DistributedDataParallel.reducer`` is here: it has nothing of torch's."""
+    """The object at ``DistributedDataParallel.reducer``. It has no attributes of torch's
+    reducer."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -28,7 +29,7 @@ class NoReducer:
 
 
 def ignore(module: nn.Module, params_and_buffers: Iterable[str]) -> None:
-    """Notes in `module` that its wrapper leaves these parameters and buffers alone."""
+    """Record in `module` that its wrapper must ignore these parameters and buffers."""
     names = list(params_and_buffers)
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -59,13 +60,13 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
 
 
 class TorchNames:
-    """Base of the wrapper: what libraries look for on torch's class."""
+    """Base class of the wrapper: names that libraries expect on torch's class."""
 
     _engine: Engine
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether training forwards take rank 0's buffers; may be set."""
+        """Whether training forwards broadcast rank 0's buffers; may be set."""
         return self._engine.broadcast_buffers
 
     @broadcast_buffers.setter
@@ -75,19 +76,19 @@ class TorchNames:
     #: The same, under torch's newer name.
     forward_sync_buffers = broadcast_buffers
 
-    #: False: training forwards leave buffers as they are, whatever ``broadcast_buffers`` says.
+    #: False: training forwards never broadcast buffers, whatever ``broadcast_buffers`` is.
     require_forward_param_sync: bool = True
-    #: torch's wrapper has a logger of its parts here; None is one of its values.
+    #: torch's wrapper has a C++ logger here, or None.
     logger: None = None
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Before a wrapper is made of `module`: these parameters and buffers are left alone by it.
+        """Make a wrapper of `module` ignore these parameters and buffers. Call it before wrapping.
 
-        They are not compared, sent or averaged. Names are as in ``named_parameters()`` and
-        ``named_buffers()``, the same on every rank.
+        They are not compared, broadcast or averaged. Names are as in ``named_parameters()`` and
+        ``named_buffers()``, and must be the same on every rank.
         """
         ignore(module, params_and_buffers_to_ignore)
 
@@ -112,9 +113,9 @@ class TorchNames:
         return {**logging_data(self), **wrapper.statistics()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No effect: nothing is sampled, see :meth:`record_overlap`."""
+        """No effect: every backward is counted, see :meth:`record_overlap`."""
 
     @property
     def reducer(self) -> NoReducer:
-        """An object without torch's attributes, whose errors say what there is instead."""
+        """A placeholder for torch's reducer, whose errors name the alternatives."""
         return NoReducer()

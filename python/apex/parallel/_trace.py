@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A file of trace events, which Perfetto and chrome://tracing show.
+"""Writes trace events, which Perfetto and chrome://tracing display.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class Trace:
-    """Slices of time in rows, each of a process. Times are in seconds since ``zero_s``."""
+    """Time slices in the rows of processes. Times are in seconds since ``zero_s``."""
 
     def __init__(self, zero_s: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._zero_s = zero_s
 
     def process(self, number: int, name: str, rows: Sequence[str]) -> None:
-        """Names a process and its rows, in the order in which they are shown."""
+        """Set the name of a process and its rows, in display order."""
         for what, row, args in [
             ("process_name", 0, {"name": name}),
             ("process_sort_index", 0, {"sort_index": number}),
@@ -33,7 +33,7 @@ class Trace:
     def slice(
         self, process: int, row: int, name: str, begin_s: float, end_s: float, **about: Any
     ) -> None:
-        """Slices of a row lie apart, or one in the other."""
+        """Add a slice. Two slices of a row must be disjoint or nested."""
         self.events.append(
             {
                 "ph": "X",
@@ -51,7 +51,8 @@ class Trace:
 
 
 def rows_of(intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """For each interval the first row in which it overlaps none that began before it. Pure."""
+    """For each interval, the first row in which it overlaps no interval that began before it.
+    Pure."""
     ends: list[float] = []
     chosen = [0] * len(intervals)
     for index in sorted(range(len(intervals)), key=lambda i: intervals[i]):

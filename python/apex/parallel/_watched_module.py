@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a wrapped module still has the parameters that its engine was made for."""
+"""Detects whether a wrapped module still has the parameters that its engine was created for."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from apex import _core
 
 # Note [Tensors that functional_call puts in place]
 #
-# torch.func.functional_call(wrapper, tensors, ...) exchanges entries of the module for one forward.
-# They look like parameters that were replaced, and may even be nn.Parameters; but they are the
-# caller's, may be computed, may differ from rank to rank, and are gone after forward. So they are
-# no change of the module, and nothing is written to them. What tells them from parameters that were
-# replaced for good is that forward runs within functional_call.
+# torch.func.functional_call(wrapper, tensors, ...) replaces entries of the module for one forward.
+# They look like replaced parameters, and may even be nn.Parameters. But they belong to the caller,
+# may be computed, may differ between ranks, and are removed after forward. So they do not count as
+# a change of the module, and nothing is written to them. They differ from permanently replaced
+# parameters in that forward runs inside functional_call.
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def tensors_of_functional_call() -> dict[int, object]:
-    """What the functional_call() that runs now has put in place of a module's own, by id."""
+    """The tensors by which the running functional_call() has replaced a module's own, by id."""
     tensors: dict[int, object] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -45,17 +45,17 @@ def included_parameters(
 
 
 class WatchedModule:
-    """The parameters of a wrapper's module as they were, and a cheap look whether they still are.
+    """The parameters of a wrapper's module, with a cheap check whether they have changed.
 
-    Only the parameters themselves count: a module without any that was replaced is seen, and is no
-    change. Watches the wrapper's own entry, so that ``wrapper.module = other`` is seen, too.
+    Only the parameters count. If a submodule without parameters was replaced, this is detected but
+    is no change. The wrapper's own entry is watched too, so ``wrapper.module = other`` is detected.
 
     Args:
-        wrapper: held weakly.
+        wrapper: referenced weakly.
         ignored: names of parameters that do not count.
 
     Attributes:
-        parameters: those that are synchronized, in the order by which the engine numbers them.
+        parameters: the synchronized parameters, in the engine's order.
     """
 
     def __init__(self, wrapper: weakref.ref[nn.Module], ignored: Collection[str]) -> None:
@@ -81,16 +81,17 @@ class WatchedModule:
     def _look(self) -> None:
         parts = list(self._wrapper().modules())
         plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-        # What a scripted module holds is not in dictionaries of Python's: it is listed each time.
+        # Scripted modules do not keep parameters in Python dictionaries, so they are listed each
+        # time.
         self._has_scripted = len(plain) < len(parts)
         self._watch = _core.ModuleWatch(
             [members for part in plain for members in (part._parameters, part._modules)]
         )
 
     def has_other_parameters(self) -> bool:
-        """Whether parameters were added, removed, reordered or replaced, for more than one forward.
+        """Whether parameters were permanently added, removed, reordered or replaced.
 
-        Costs nanoseconds per parameter where nothing was replaced and no module is scripted.
+        Costs nanoseconds per parameter if nothing was replaced and no module is scripted.
         """
         changed = self._watch.changed()
         if not (changed or self._has_scripted):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What DistributedDataParallel.weight() returns."""
+"""The context manager that DistributedDataParallel.weight() returns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from apex.parallel._engine import Engine
 
 
 class Weight:
-    """A context in which backwards are of samples with a weight.
+    """A context that gives a weight to the samples of the backwards inside it.
 
-    The module may change inside of it, and the engine have another reducer at its end.
+    The module may change inside the context, so the engine may have another reducer at its end.
     """
 
     __slots__ = ("_engine", "_weight")
@@ -25,7 +25,7 @@ class Weight:
     def __enter__(self) -> None:
         weight = self._weight
         if isinstance(weight, numbers.Real):
-            # Without a tensor, which would cost several times that.
+            # Not converted to a tensor, which would cost several times as much.
             try:
                 number = float(weight)
             except OverflowError:

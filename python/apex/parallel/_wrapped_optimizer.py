@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What optimizers around another optimizer share."""
+"""The base class of optimizers that wrap another optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def _of_wrapped(name: str) -> property:
-    """The attribute of this name of the wrapped optimizer."""
+    """A property that reads the attribute of this name from the wrapped optimizer."""
     return property(
         lambda self: getattr(self.optim, name),
         lambda self, value: setattr(self.optim, name, value),
@@ -18,14 +18,14 @@ def _of_wrapped(name: str) -> property:
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Groups, state and defaults are those of the wrapped optimizer, ``optim``.
+    """An optimizer that shares groups, state and defaults with the wrapped optimizer, ``optim``.
 
     So schedulers, checkpoints and :mod:`apex.amp` work on either object.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optim = optimizer
-        # Sets up the hooks of Optimizer; its constructor would make groups of its own.
+        # Sets up the hooks of Optimizer, whose constructor would create separate groups.
         super().__setstate__({})
 
     param_groups: Any = _of_wrapped("param_groups")
@@ -33,12 +33,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     defaults: Any = _of_wrapped("defaults")
 
     def synchronize(self) -> None:
-        """Returns when the gradients are complete, also where the wrapped optimizer awaits some."""
+        """Block until the gradients are complete, if the wrapped optimizer waits for some."""
         if isinstance(self.optim, WrappedOptimizer):
             self.optim.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state dict; there is no state of its own."""
+        """The wrapped optimizer's state dict. The wrapper has no state of its own."""
         for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
             pre_hook(self)
         state_dict = self.optim.state_dict()

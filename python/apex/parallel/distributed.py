@@ -54,124 +54,126 @@ __all__ = [
 
 _NO_RANGE = contextlib.nullcontext()
 
-# Of the dispatcher, while a transform of torch.func runs. To ask torch._C._functorch would give the
-# thread a state that torch copies whenever a backward passes on the thread's state.
+# The dispatch key that is active while a transform of torch.func runs. Querying torch._C._functorch
+# would initialize thread state that torch copies whenever a backward hands over the thread's state.
 _IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
 class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
-    Each process holds the whole module and works on its own part of the batch. At construction the
-    processes check that they hold the same model and take rank 0's parameters, frozen ones
-    included. During backward, gradients are put into buckets and each bucket is all-reduced as soon
-    as it is complete, while the rest of backward is still running; when ``backward()`` returns,
-    every ``.grad`` holds the average over all processes. The first backward (and the first with
-    another set of trainable parameters, or after parameters were added or replaced) records the
-    order in which gradients arrive and communicates at its end. Freeze and unfreeze the same
-    parameters on every process before the same backward.
+    Each process holds the whole module and trains on its own part of the batch. The constructor
+    checks that all processes hold the same model and broadcasts rank 0's parameters, including
+    frozen ones. During backward, gradients are collected in buckets. Each bucket is all-reduced as
+    soon as it is complete, while the rest of backward is still running. When ``backward()``
+    returns, every ``.grad`` holds the average over all processes. The first backward records the
+    order in which gradients arrive and communicates at its end. So does the first backward with
+    another set of trainable parameters, or after parameters were added or replaced. Freeze and
+    unfreeze the same parameters on every process before the same backward.
 
-    A parameter that no process used keeps ``grad=None``; one that some processes used gets the
-    average with zeros for the others: no flag is needed, and the choice may change from step to
-    step. Parameters may be shared, used several times, and be part of checkpointed segments
-    (reentrant or not). Backward may be called several times on one forward.
+    A parameter that no process used keeps ``grad=None``. If some processes used it, the others
+    contribute zeros to the average. This needs no flag, and the set of used parameters may change
+    from step to step. Parameters may be shared, used several times, and be part of checkpointed
+    segments (reentrant or not). Backward may be called several times on one forward.
 
     Takes the arguments of NVIDIA Apex's class, in its order, then those of
     ``torch.nn.parallel.DistributedDataParallel``, by keyword.
 
     Args:
-        module: the module to train; reachable as ``.module``.
-        message_size: a bucket is sent as soon as it holds this many elements. The default goes by
-            the device: 8 MiB on the CPU, this many elements elsewhere, with a first bucket of 1 MiB
-            where there has to be more than one.
-        delay_allreduce: send everything at the end of backward, in one message per dtype.
+        module: the module to train; available as ``.module``.
+        message_size: a bucket is launched when it holds this many elements. The default depends on
+            the device: 8 MiB on the CPU, this many elements elsewhere. With more than one bucket,
+            the first one then has 1 MiB.
+        delay_allreduce: launch everything at the end of backward, in one message per dtype.
         shared_param: refused; shared parameters need no option.
-        allreduce_trigger_params: parameters at whose gradients the open buckets are sent, instead
-            of by size. Those that replace them later, under the same names, take their place; one
-            that is frozen or removed closes no bucket, and without any left, sizes do.
-        retain_allreduce_buffers: keep gradients as views of the buckets, which are then listed in
-            ``allreduce_buffers``. The same as ``gradient_as_bucket_view``.
+        allreduce_trigger_params: parameters whose gradients launch the open buckets, instead of a
+            size. Parameters that replace them later under the same names also replace them here. A
+            frozen or removed parameter launches nothing. If none is left, sizes apply.
+        retain_allreduce_buffers: keep gradients as views of the buckets, which
+            ``allreduce_buffers`` then lists. The same as ``gradient_as_bucket_view``.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams: number of communicators that buckets use in turn.
-        allreduce_communicators: ``(groups, streams)`` to use for that; streams are not needed,
-            since each communicator has its own.
-        gradient_average: divide the sum by the number of processes; or ``"weighted"``: by the sum
-            of the weights of all processes, see :meth:`weight`. If it is not True, gradients must
-            be cleared between two synchronized backwards.
+        allreduce_communicators: ``(groups, streams)``, the communicators that buckets use in turn.
+            The streams are not used, because each communicator has its own.
+        gradient_average: divide the sum by the number of processes. ``"weighted"``: divide by the
+            sum of the weights of all processes, see :meth:`weight`. If it is not True, gradients
+            must be cleared between two synchronized backwards.
         gradient_predivide_factor: multiply by 1/f before the sum and by f/world_size after it.
         gradient_average_split_factor: ignored, as in Apex.
         prof: emit a profiler range around the forward of the wrapper.
-        device_ids: ``[device]`` of this process: inputs are moved there. Ignored for a module on
+        device_ids: ``[device]`` of this process. Inputs are moved there. Ignored for a module on
             the CPU.
         output_device: move outputs there.
         dim: no effect (a process drives one device).
-        broadcast_buffers: take rank 0's buffers at construction and before each training forward.
-            Default False, as in Apex; ``torch``'s class has True.
+        broadcast_buffers: broadcast rank 0's buffers at construction and before each training
+            forward. Default False, as in Apex; the default of ``torch``'s class is True.
         forward_sync_buffers: True is the same as ``broadcast_buffers=True``; any other value has no
             effect.
-        init_sync: take rank 0's parameters at construction.
+        init_sync: broadcast rank 0's parameters at construction.
         process_group: the processes that take part; default all.
-        bucket_cap_mb: bucket size in MiB, instead of ``message_size``; the first bucket is then at
+        bucket_cap_mb: bucket size in MiB, instead of ``message_size``. The first bucket then has at
             most 1 MiB, as in ``torch``.
         find_unused_parameters: no effect (not needed).
-        check_reduction: after each backward, raise on every process if they are out of step: if
-            some have run one more backward, one without synchronization, or an optimizer's step
-            that the others have not, so that gradients of different steps were averaged. None, the
-            default, is True where that costs nothing, for parameters on the CPU; on other devices
-            the host waits for it.
+        check_reduction: after each backward, raise on every process if the processes are out of
+            step. They are if some have run one more backward, an unsynchronized backward or an
+            optimizer step that the others have not, so that gradients of different steps were
+            averaged. None, the default, is True where the check is free: for parameters on the CPU.
+            On other devices the host waits for it.
         gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
             memory.
         static_graph: promise that the set of parameters that get a gradient does not change after
             the first backward.
-        delay_all_reduce_named_params: no effect on the result: these are reduced with the others.
+        delay_all_reduce_named_params: no effect on the result: these parameters are reduced with
+            the others.
         param_to_hook_all_reduce: no effect, see ``delay_all_reduce_named_params``.
         mixed_precision: an object with ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``, as
-            torch's ``_MixedPrecision``: forward runs on casts of parameters, inputs and buffers;
-            gradients travel in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the
-            parameters' own dtype.
-        device_mesh: a one-dimensional mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: no effect (parameters that no rank used are never sent, once
-            that is learnt).
-        bucket_cap_mb_list: sizes in MiB: the first number is that of the first bucket, the largest
-            that of all others, in place of ``bucket_cap_mb``. For other sizes, bucket by bucket,
-            there is :meth:`load_bucket_plan`.
+            torch's ``_MixedPrecision``. Forward runs on casts of parameters, inputs and buffers.
+            Gradients are communicated in ``reduce_dtype`` (default: ``param_dtype``). ``.grad`` has
+            the parameters' own dtype.
+        device_mesh: a one-dimensional mesh instead of ``process_group``.
+        skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
+            once the bucket plan is recorded).
+        bucket_cap_mb_list: sizes in MiB, instead of ``bucket_cap_mb``. The first number is the size
+            of the first bucket, and the largest one that of all others. To choose the size of each
+            bucket, use :meth:`load_bucket_plan`.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
-        check_finite: raise on every process after a backward to which a process contributed an
-            infinity or a NaN, naming the first process and parameter. Costs a read of the
-            gradients, and on a GPU a wait of the host.
-        on_failure: what the other processes do in a backward that an exception ends on one:
-            ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite`` a
-            gradient that is not finite counts as a failure of all. With ``"skip"`` the host waits
-            for a GPU in every backward.
+        check_finite: after a backward in which any process contributed an infinity or a NaN, raise
+            on every process and name the first process and parameter. Costs a read of the
+            gradients; on a GPU, the host also waits.
+        on_failure: what the other processes do if an exception ends backward on one process:
+            ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite``, a
+            non-finite gradient counts as a failure of all processes. With ``"skip"``, the host
+            waits for a GPU in every backward.
         gradient_statistics: measure gradients while they are copied, for
-            :meth:`gradient_statistics` and :meth:`clip_grad_norm_`. On a GPU it is a read of them
-            before and one after the average, and the host waits.
-        replica_check_every: compare the state of all processes bit for bit, a part in each
-            synchronized backward, so that all of it is compared in so many; 0: never. None, the
-            default, is 100 where that costs nothing: for parameters on the CPU, with ``init_sync``,
-            without a communication hook and unless ``check_reduction=False``. Compared are
-            parameters, master weights of ``amp``, and buffers of SyncBatchNorm. Costs one read of
-            the part. Not under :meth:`join`, and not with an :class:`OverlappedOptimizer`.
-        on_divergence: what to do where they differ: ``"warn"``, on rank 0's standard error and in
-            the logger ``apex.parallel.watch``; ``"raise"`` on every process; or ``"resync"``: warn,
-            take over what most processes hold (or the first), and skip the step; the fourth time
-            without a clean round raises.
-        registered_buffers: take the buckets' memory from the backend where it has some of its own.
-            With NCCL it is registered with the communicator, which may then reduce without copying.
-            Elsewhere a warning is logged once, and torch's memory is used.
+            :meth:`gradient_statistics` and :meth:`clip_grad_norm_`. On a GPU, this costs one read
+            of the gradients before the average and one after it, and the host waits.
+        replica_check_every: compare the state of all processes bit for bit. Each synchronized
+            backward compares a part, so that this many backwards compare all of it; 0: never. None,
+            the default, is 100 where the check is free: for parameters on the CPU, with
+            ``init_sync``, without a communication hook and unless ``check_reduction=False``. The
+            state consists of parameters, master weights of ``amp``, and buffers of SyncBatchNorm.
+            Costs one read of the part. Not available under :meth:`join` or with an
+            :class:`OverlappedOptimizer`.
+        on_divergence: what to do if the states differ. ``"warn"`` writes to rank 0's standard error
+            and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
+            ``"resync"`` warns, copies the state that most processes hold (or the first one) to all,
+            and skips the step; it raises the fourth time without a clean round in between.
+        registered_buffers: allocate the buckets from the backend's own memory, if it has any. NCCL
+            registers this memory with the communicator, and may then reduce without copying.
+            Without such memory, a warning is logged once and torch's memory is used.
 
     Raises:
         RuntimeError: if there is no process group, the processes hold different models, or an
             optimizer steps parameters inside backward.
-        ValueError: for arguments that contradict each other.
+        ValueError: for contradictory arguments.
 
     Attributes and methods of the module that the wrapper does not have are read through it:
-    ``model.fc`` is ``model.module.fc``, but for names that begin with an underscore. They are set
-    on ``model.module``.
+    ``model.fc`` is ``model.module.fc``. Names that begin with an underscore are excluded. To set
+    such an attribute, use ``model.module``.
 
     Construction, forward and backward are collective: every process of the group has to take part.
-    Construction blocks until all processes have come. Not thread safe.
+    Construction blocks until all processes have joined. Not thread safe.
     """
 
     @_options.suggests_keywords
@@ -224,7 +226,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}."
             )
         if (message_size is None or isinstance(message_size, (list, tuple))) and device_ids is None:
-            # DistributedDataParallel(module, [device], None), as torch's class is called.
+            # Called as torch's class: DistributedDataParallel(module, [device], None).
             device_ids, message_size = message_size, _options.MESSAGE_SIZE
             delay_allreduce = _options.third_behind_device_ids(
                 device_ids, delay_allreduce, shared_param
@@ -274,7 +276,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         actions = ("raise", "warn", "resync")
         self.on_divergence = _options.one_of("on_divergence", on_divergence, actions)
         self.replica_check_every = _options.checks_every(replica_check_every)
-        self._torch_join: TorchJoin | None = None  # made last
+        self._torch_join: TorchJoin | None = None  # created last
         mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
         self._mixed_precision = mixed
         options = EngineOptions(
@@ -317,14 +319,14 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             warnings.warn(
                 "DistributedDataParallel wraps a module without a parameter that requires a "
                 "gradient: forward passes through and nothing is synchronized.",
-                stacklevel=3,  # above suggests_keywords
+                stacklevel=3,  # the caller of suggests_keywords' wrapper
             )
         engine.connect(process_group, allreduce_communicators, self.init_sync)
         name_layers(module, self.process_group)
         self._refuse_steps_in_backward()
 
     def _refuse_steps_in_backward(self) -> None:
-        # After what is collective, so that no rank waits for one that raises.
+        # This comes after the collectives, so that no rank waits for a rank that raises.
         _in_backward.refuse(self.module, self.process_group, self.parameters_to_ignore)
         self._stepped_in_backward = _in_backward.parameters_known()
 
@@ -334,18 +336,18 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     @property
     def process_group(self) -> Any:
-        """The processes that take part; None in a copy, before its first forward in ``train()``."""
+        """The process group; None in a copy, before its first forward in ``train()``."""
         return self._engine.process_group
 
     @property
     def world_size(self) -> float:
-        """Their number."""
+        """The number of processes in the group."""
         return float(self._engine.world_size)
 
     # --- forward ---
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped module; inputs and outputs are its own."""
+        """Calls the wrapped module with the same inputs and outputs."""
         if torch.compiler.is_compiling():
             return self._forward_untraced(inputs, kwargs, True)
         return self._forward(inputs, kwargs, False)
@@ -406,9 +408,9 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 reducer.watch_outputs(found)
         return output
 
-    # The engine cannot be traced. While torch.compile traces this class, the graph is broken before
-    # and after the module; of what runs then, the compiler begins with the frame of _call_module().
-    # Calling these imports torch._dynamo, which takes a second, so nothing else does.
+    # The engine cannot be traced. While torch.compile traces this class, the graph breaks before
+    # and after the module, and the compiler starts with the frame of _call_module(). Calling these
+    # functions imports torch._dynamo, which takes a second, so only compiled code calls them.
     _forward_untraced = torch._disable_dynamo(_forward, recursive=False)
     _enter_untraced = torch._disable_dynamo(_enter)
     _leave_untraced = torch._disable_dynamo(_leave)
@@ -422,8 +424,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             (mixed is None or not mixed.in_place) and engine.module_changed()
         )
         if torch._C._dispatch_tls_is_dispatch_key_included(_IN_TRANSFORM):
-            # Within a transform of torch.func nothing is sent. What reaches parameters in a
-            # backward around it is averaged.
+            # Within a transform of torch.func nothing is communicated. Gradients that an outer
+            # backward accumulates in the parameters are averaged.
             if reducer is None or changed:
                 raise RuntimeError(
                     "this DistributedDataParallel has no engine yet for the parameters it has now, "
@@ -455,10 +457,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backward does not communicate: gradients accumulate in this process.
+        """Context in which backward does not communicate: gradients accumulate in this process.
 
-        What accumulated is part of the next synchronized backward. Takes effect at backward, not at
-        forward. May be nested, and may be left by an exception. Every process has to do the same.
+        The next synchronized backward includes the accumulated gradients. The context affects
+        backward, not forward. It may be nested and may be left by an exception. Every process has
+        to enter it for the same backwards.
         """
         before = self.require_backward_grad_sync
         self.disable_allreduce()
@@ -472,98 +475,99 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self._reducer.synchronizing = False
 
     def enable_allreduce(self) -> None:
-        """From now on, backward communicates; the next one takes along what has accumulated."""
+        """From now on, backward communicates. The next one includes accumulated gradients."""
         self._reducer.synchronizing = True
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward that begins now communicates."""
+        """Whether a backward that starts now communicates."""
         return self._reducer.synchronizing
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
         self._reducer.synchronizing = bool(on)
 
-    # --- samples that count differently ---
+    # --- weighted samples ---
 
     def weight(self, weight: float | torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """``with model.weight(len(batch)):`` around a backward: how much its samples count.
+        """Sets the weight of this process's samples: ``with model.weight(len(batch)):`` around
+        backward.
 
-        With ``gradient_average="weighted"`` a synchronized backward leaves in every ``.grad`` the
-        sum of the gradients of all processes, divided by the sum of their weights. If each process
-        sums its losses over its samples, that is the gradient of the mean over the samples of all
-        processes, however many each of them has::
+        With ``gradient_average="weighted"``, a synchronized backward leaves in every ``.grad`` the
+        sum of the gradients of all processes divided by the sum of their weights. If each process
+        sums the losses of its samples, this is the gradient of the mean over the samples of all
+        processes, for any numbers of samples::
 
             with model.weight(mask.sum()):
                 cross_entropy(model(x), y, reduction="sum").backward()
 
-        Forward may be inside or before. Weights add up under :meth:`no_sync`; several backwards
-        in one block are of the same samples, which count once. A process without samples gives 0,
-        or runs backward on :meth:`skip_step`'s loss, which skips the step for all. One that has run
-        out under :meth:`join` counts 0. If all weights are 0, gradients are 0 and a warning is
-        given once.
+        Forward may be inside or before the block. Weights add up under :meth:`no_sync`. Several
+        backwards in one block use the same samples, so their weight counts once. A process without
+        samples passes 0, or runs backward on the loss of :meth:`skip_step`, which skips the step on
+        all processes. A process that has run out of data under :meth:`join` has weight 0. If all
+        weights are 0, gradients are 0 and a warning is issued once.
 
         Args:
-            weight: not negative; a number, or a tensor with one element on any device. One on the
-                CPU is read at once, one on a GPU at the end of a synchronized backward.
+            weight: not negative; a number, or a tensor with one element on any device. A CPU tensor
+                is read immediately, a GPU tensor at the end of a synchronized backward.
 
-        A weight that is missing, negative or not finite makes the synchronized backward raise on
-        every process. One that fails or is skipped drops the weights that belong to it, and so does
-        ``zero_grad()`` (``set_to_none=True``) in the middle of an accumulation. Communication hooks
-        average over the processes, which is undone; one that sends float16 needs weights of which
-        sums fit there (of thousands of samples, say). An :class:`OverlappedOptimizer` waits for all
-        buckets at the end of backward.
+        If a weight is missing, negative or not finite, the synchronized backward raises on every
+        process. A backward that fails or is skipped drops its weights, and so does ``zero_grad()``
+        (``set_to_none=True``) in the middle of an accumulation. Communication hooks average over
+        the processes, and this average is converted to the weighted one. A hook that communicates
+        float16 needs weights whose sums fit into float16 (thousands of samples, for example). An
+        :class:`OverlappedOptimizer` waits for all buckets at the end of backward.
 
         Raises:
-            TypeError, ValueError: if it is not one real number.
-            RuntimeError: without ``gradient_average="weighted"``, inside of another block, or
-                during backward.
+            TypeError, ValueError: if ``weight`` is not one real number.
+            RuntimeError: without ``gradient_average="weighted"``, inside another block, or during
+                backward.
         """
         return Weight(self._engine, weight)
 
     @property
     def total_weight(self) -> float:
-        """By what the last synchronized backward that was not skipped divided; at first 0.
+        """The sum of weights by which the last synchronized backward divided; initially 0.
 
-        The same on every process.
+        Skipped backwards do not change it. It is the same on every process.
         """
         return self._reducer.total_weight
 
     def weighted_mean(self, total: torch.Tensor) -> torch.Tensor:
         """The sum of ``total`` over all processes, divided by :attr:`total_weight`; for logging.
 
-        ``model.weighted_mean(loss)`` is the mean loss of the last step, if ``loss`` is the sum of
-        this process's losses in it. Returns a new tensor, of the same shape and of float32 or
-        wider; NaN or infinite if :attr:`total_weight` is 0. The values are those of ``total`` as it
-        is, without a gradient. Collective: not under :meth:`join`, where a process may have run
-        out.
+        If ``loss`` is the sum of this process's losses in the last step, then
+        ``model.weighted_mean(loss)`` is the mean loss of that step. Returns a new tensor without
+        gradient, of the same shape, in float32 or wider. It is NaN or infinite if
+        :attr:`total_weight` is 0. Collective. Not available under :meth:`join`, where a process may
+        have run out of data.
         """
         summed = total.detach().to(torch.promote_types(total.dtype, torch.float32), copy=True)
         dist.all_reduce(summed, group=self.process_group)
         return summed.div_(self.total_weight)
 
-    # --- steps that are skipped ---
+    # --- skipped steps ---
 
     def skip_step(self) -> torch.Tensor:
         """Skips this step on all processes together; see ``docs/howto/skipped_steps.md``.
 
-        For a loss that is not finite, a batch without a valid sample, a forward for which memory
-        did not suffice. Any process may call it before its backward, or in a hook during it. The
-        next synchronized backward (during backward: this one) then ends on every process with
-        ``.grad`` None for every parameter, and :attr:`step_skipped` is True; the optimizer's step
-        that follows has nothing to do. What was accumulated before under :meth:`no_sync` for this
-        step is dropped as well.
+        Use it for a non-finite loss, a batch without a valid sample, or a forward that ran out of
+        memory. Any process may call it before its backward, or in a hook during backward. The next
+        synchronized backward (the current one, if called in a hook) then ends on every process with
+        ``.grad`` None for every parameter, and :attr:`step_skipped` is True. The following
+        optimizer step changes nothing. Gradients that :meth:`no_sync` has accumulated for this step
+        are dropped too.
 
-        Returns a zero loss, of shape [] and float32, for a process that has none::
+        Returns a zero loss, float32 of shape ``[]``, for a process that has no loss::
 
             loss = criterion(model(x), y) if len(x) else model.skip_step()
             loss.backward()
             optimizer.step()
 
-        Its backward takes part in that of the other processes. A process that has a loss may run
-        backward on that instead; either way each process runs one. Does not block, unless
-        parameters were added, removed or replaced: then it is collective, as forward is. Not thread
-        safe.
+        Its backward takes part in the backward of the other processes. A process that has a loss
+        may run backward on that instead. Either way, each process runs one backward. Does not
+        block, unless parameters were added, removed or replaced. Then it is collective, as forward
+        is. Not thread safe.
 
         Raises:
             RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
@@ -573,8 +577,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         engine, mixed = self._engine, self._mixed_precision
         in_place = mixed is not None and mixed.in_place
         if engine.reducer is not None and not in_place and engine.module_changed():
-            # The other processes notice the change in their forward, of which there may be none
-            # here.
+            # The other processes detect the change in their forward, but this process may run no
+            # forward.
             return engine.make_reducer(init_sync=True).skip_step()
         return self._reducer.skip_step()
 
@@ -588,58 +592,58 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
     ) -> None:
-        """Replaces the all-reduce of each bucket, and the averaging, by ``hook(state, bucket)``.
+        """Replaces the all-reduce and averaging of each bucket by ``hook(state, bucket)``.
 
         ``bucket`` has the methods of ``torch.distributed.GradBucket``, so the hooks of
         ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. The hook returns a
-        ``torch.futures.Future`` that yields the final gradients, a tensor like ``bucket.buffer()``.
-        It is called in launch order, on an autograd thread. May be registered once, on every
-        process.
+        ``torch.futures.Future`` whose value is the final gradients, a tensor like
+        ``bucket.buffer()``. The hook is called in launch order, on an autograd thread. Register it
+        once, on every process.
 
         Raises:
             TypeError: if ``hook`` is not callable.
-            RuntimeError: if there is a hook already.
+            RuntimeError: if a hook is already registered.
         """
         if not callable(hook):
             raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
         self._engine.hooks.set_comm_hook(self._reducer, RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:
-        """Communicates gradients in a low-precision dtype, without Python on the way.
+        """Communicates gradients in a low-precision dtype, without calling Python.
 
         Args:
             name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype. ``"fp16_fp32_sum"`` or
-                ``"bf16_fp32_sum"``: that communication dtype, sums in float32 (a reduce-scatter by
-                all-to-all, then an all-gather), so that the rounding does not grow with the number
-                of processes.
+                ``"bf16_fp32_sum"``: communicate in that dtype and sum in float32 (a reduce-scatter
+                by all-to-all, then an all-gather), so that the rounding error does not grow with
+                the number of processes.
 
-        Register one hook at most, the same on every process. Gradients in ``.grad`` keep their
+        Register at most one hook, the same on every process. Gradients in ``.grad`` keep their
         dtype.
 
         Raises:
             ValueError: for another name.
-            RuntimeError: if there is a hook already.
+            RuntimeError: if a hook is already registered.
         """
         self._engine.hooks.set_comm_hook(self._reducer, name)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """As torch's: FP16_COMPRESS is ``"fp16"``; ALLREDUCE is what happens without a hook."""
+        """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.register_builtin_comm_hook("fp16")
 
     def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
-        """Calls ``callback(bucket)`` for each bucket of a synchronized backward that is complete.
+        """Calls ``callback(bucket)`` for each completed bucket of a synchronized backward.
 
-        ``bucket.parameters`` are those whose averaged ``.grad`` is final, ``bucket.index`` is its
-        place in the launch order (-1: apart from the plan). Later buckets may still be on their
-        way, so an optimizer that steps these parameters now does so while they are communicated.
-        Each parameter that got a gradient is in one bucket; buckets with parameters that this
-        process did not use come last. Gradients that accumulate under :meth:`no_sync` are not
-        reported before they are reduced.
+        ``bucket.parameters`` are the parameters whose averaged ``.grad`` is final.
+        ``bucket.index`` is the position in the launch order (-1: reduced outside of the plan).
+        Later buckets may still be in flight, so an optimizer step of these parameters overlaps with
+        their communication. Each parameter that got a gradient is in one bucket. Buckets with
+        parameters that this process did not use come last. Gradients accumulated under
+        :meth:`no_sync` are not reported before they are reduced.
 
-        Called on the thread that ends backward, with gradients disabled or not as backward has it.
-        An exception reaches the caller of ``backward()`` once all buckets are complete. The
-        callback must not start a backward. ``None`` takes it away.
+        The callback runs on the thread that ends backward, and in backward's grad mode. An
+        exception reaches the caller of ``backward()`` once all buckets are complete. The callback
+        must not start a backward. ``None`` removes the callback.
         """
         self._engine.hooks.set_callback(self._reducer, callback)
 
@@ -655,43 +659,44 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     ) -> contextlib.AbstractContextManager[Any]:
         """``with ddp.join():`` around a training loop whose number of batches differs by process.
 
-        A process that leaves the block early takes part in what the others still do: forwards that
-        take over buffers, backwards, with zeros for its gradients, and SyncBatchNorm, with an empty
-        batch. When all have left, every process has the parameters, buffers and loss scalers of one
-        that trained to the end; optimizer states are each process's own.
+        A process that leaves the block early takes part in the remaining collectives of the others.
+        It receives buffers in forwards, contributes zero gradients in backwards, and passes an
+        empty batch to SyncBatchNorm. When all have left, every process has the parameters, buffers
+        and loss scalers of a process that trained to the end. Optimizer states are not
+        synchronized.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of processes; else by the
-                number of those that still have data.
-            enable: False makes it do nothing, for inputs that are known to be even.
-            throw_on_early_termination: raise on every process as soon as one has run out.
-            scalers: loss scalers (``state_dict``, ``load_state_dict``) to take over at the end;
-                those of ``apex.amp`` are.
+            divide_by_initial_world_size: divide gradients by the number of processes. False: divide
+                by the number of processes that still have data.
+            enable: False disables it, for inputs that are known to be even.
+            throw_on_early_termination: raise on every process as soon as one has run out of data.
+            scalers: loss scalers (``state_dict``, ``load_state_dict``) to synchronize at the end.
+                Scalers of ``apex.amp`` are always synchronized.
 
-        Each forward and each backward is announced to the others in a small all-reduce that the
-        host waits for. All processes with data have to run the same forwards and backwards in each
-        step. The module must have no collectives of its own but SyncBatchNorm's over all processes,
-        outside checkpointed segments.
+        Each forward and each backward is announced to the others by a small all-reduce, for which
+        the host waits. In each step, all processes with data have to run the same forwards and
+        backwards. The module's only collectives may be those of SyncBatchNorm over all processes,
+        outside of checkpointed segments.
 
         Raises:
-            RuntimeError: in nested use; as said above; or if processes with data do different
-                things.
+            RuntimeError: if nested; with ``throw_on_early_termination``, as above; or if processes
+                with data run different forwards or backwards.
         """
         if not enable:
             return contextlib.nullcontext()
         return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination, scalers)
 
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
-        """For ``torch.distributed.algorithms.join.Join([ddp, optimizer])``, which calls it.
+        """The hook that ``torch.distributed.algorithms.join.Join([ddp, optimizer])`` requests.
 
-        Give the wrapper first. ``divide_by_initial_world_size`` is understood, as in :meth:`join`.
-        Each synchronized forward is followed by one backward; for more freedom, and for scalers,
-        there is :meth:`join`.
+        Pass the wrapper first. ``divide_by_initial_world_size`` works as in :meth:`join`. Each
+        synchronized forward must be followed by one backward. For other loops, and for loss
+        scalers, use :meth:`join`.
         """
         self._torch_join = TorchJoin(self, kwargs.get("divide_by_initial_world_size", True))
         return TorchJoinHook(self._torch_join)
 
-    # Read and written by torch's Join.
+    # torch's Join reads and writes this property.
     @property
     def _join_config(self) -> Any:
         if self._torch_join is None:
@@ -705,12 +710,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's Join puts what it communicates: the module's device."""
+        """The device of the tensors that torch's Join communicates: the module's device."""
         return self._engine.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The processes that torch's Join counts."""
+        """The process group that torch's Join uses."""
         group: dist.ProcessGroup = self.process_group
         return group
 
@@ -718,9 +723,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     @property
     def allreduce_buffers(self) -> list[torch.Tensor]:
-        """The flat buffers, [elements] each, in launch order, with ``retain_allreduce_buffers``.
+        """The flat buffers, ``[elements]`` each, in launch order, with
+        ``retain_allreduce_buffers``.
 
-        Gradients are views of them. Empty before the first backward, and after one that failed.
+        Gradients are views of them. Empty before the first backward, and after a failed one.
         """
         if not self.retain_allreduce_buffers:
             return []
@@ -738,7 +744,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The size of a bucket in bytes, by which torch.compile splits the module's graph."""
+        """The bucket size in bytes by which torch.compile splits the module's graph."""
         return _compile.bucket_bytes(
             self.module.parameters(), self.message_size, self.bucket_cap_mb
         )
@@ -750,24 +756,24 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     def bucket_plan(self) -> list[list[str]] | None:
         """The names of the parameters in each bucket, in launch order; None before it is recorded.
 
-        Save it for the same model, and give it to :meth:`load_bucket_plan` in the next run.
+        Save it, and pass it to :meth:`load_bucket_plan` in the next run of the same model.
         """
         return self._engine.plan()
 
     def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
         """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
 
-        If other parameters than those in the plan get a gradient, buckets are made from sizes.
-        Collective: every process calls it, and rank 0's plan counts.
+        If other parameters than those in the plan get a gradient, buckets are assigned by size.
+        Collective: every process calls it, and rank 0's plan is used.
 
         Raises:
-            ValueError: if it names a parameter that the module does not have, or one twice, or puts
-                different dtypes or devices into one bucket.
+            ValueError: if the plan names a parameter that the module does not have, names one
+                twice, or puts different dtypes or devices into one bucket.
         """
         self._engine.load_plan(plan)
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``; before the first backward, on every process."""
+        """Same as ``static_graph=True``. Call it before the first backward, on every process."""
         if not self.static_graph:
             self.static_graph = True
             self._engine.set_static_graph()
@@ -776,19 +782,19 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Counts since construction: backwards, launches, copies; see apex/parallel/reducer.h."""
         return self._reducer.statistics()
 
-    # --- times ---
+    # --- timing ---
 
     def record_overlap(self, on: bool = True) -> None:
-        """Takes the times of synchronized backwards from the next one on, for overlap_report().
+        """Records the times of synchronized backwards, from the next one on, for overlap_report().
 
-        Each process decides for itself. Off, as at first, it costs nothing. On, a clock is read for
-        each gradient and a few times for each bucket; on a GPU an event is recorded each time, and
-        neither the host nor the stream of backward waits. Not while a CUDA graph is captured. Also
-        takes the times at which the host runs forwards with gradients, and steps of optimizers that
-        hold parameters of the module.
-        Turning it off forgets the last report.
+        Each process may set it independently. It is off by default, and then costs nothing. When
+        on, it reads a clock for each gradient and a few times for each bucket. On a GPU it records
+        an event each time, and neither the host nor the stream of backward waits. Nothing is
+        recorded while a CUDA graph is captured. It also records when the host runs forwards with
+        gradients, and steps of optimizers that hold parameters of the module. Turning it off
+        discards the last report.
 
-        Waits for what an :class:`OverlappedOptimizer` has left on its way.
+        Waits for pending gradients and updates of an :class:`OverlappedOptimizer`.
 
         Raises:
             RuntimeError: while a backward is running.
@@ -796,12 +802,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self._engine.hooks.record_overlap(self._reducer, bool(on))
 
     def overlap_report(self) -> OverlapReport | None:
-        """What the last backward that :meth:`record_overlap` took the times of has hidden.
+        """How much communication the last backward recorded by :meth:`record_overlap` has hidden.
 
-        ``print(model.overlap_report())`` shows a table with a row per bucket. None if no backward
-        was recorded yet. With an :class:`OverlappedOptimizer` it is the last backward whose buckets
-        were all waited for. On a GPU the host waits until that backward is through. Not thread
-        safe.
+        ``print(model.overlap_report())`` prints a table with a row per bucket. None if no backward
+        was recorded yet. With an :class:`OverlappedOptimizer`, the last backward is the one whose
+        buckets have all been waited for. On a GPU, the host waits until that backward is complete.
+        Not thread safe.
         """
         report = self._reducer.overlap_report()
         timeline = self._engine.hooks.timeline
@@ -817,13 +823,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     def straggler_report(self) -> StragglerReport:
         """How long each process takes for its part of a step, and which one the others wait for.
 
-        ``print(model.straggler_report())`` shows a table with a row per rank, and, for a rank that
-        holds up the others, whether it loses the time before or in backward, and between the
-        gradients of which parameters. It is always on, and the same on every rank: the last 256
-        synchronized backwards that had a bucket plan, as all but the first. Without ranks where
-        none has counted yet; so it is with one process, and on GPUs without
-        ``check_reduction=True`` or ``on_failure="skip"``, where ranks do not read each other's
-        reports. Does not block.
+        ``print(model.straggler_report())`` prints a table with a row per rank. For a straggler it
+        shows whether the time is lost before or in backward, and between the gradients of which
+        parameters. It is always on and the same on every rank. It covers the last 256 synchronized
+        backwards with a bucket plan, which all but the first one have. It has no ranks if no such
+        backward was counted, with one process, and on GPUs without ``check_reduction=True`` or
+        ``on_failure="skip"``, where ranks do not read each other's reports. Does not block.
         """
         report = self._reducer.straggler_report()
         ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
@@ -832,12 +837,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     # --- gradients ---
 
     def gradient_statistics(self) -> GradientStatistics | None:
-        """Norms by process, the gradient noise scale and outliers, of the last measured backward.
+        """Norms by process, gradient noise scale and outliers of the last measured backward.
 
-        With ``gradient_statistics=True``. The same on every process; that of the last synchronized
-        backward that ended without an exception, None if there was none yet. Gradients that were
-        reduced apart from the plan, in the step in which a parameter is used for the first time,
-        count in ``norm`` only. With loss scaling, norms are those of the scaled loss.
+        Requires ``gradient_statistics=True``. The result is the same on every process. It describes
+        the last synchronized backward that ended without an exception; None if there was none. When
+        a parameter is used for the first time, its gradient is reduced outside of the plan, and
+        counts only in ``norm``. With loss scaling, norms are those of the scaled loss.
 
         Raises:
             RuntimeError: without the option.
@@ -847,7 +852,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         return None if found is None else GradientStatistics(**found)
 
     def parameter_norms(self) -> list[ParameterNorms]:
-        """The same by parameter: of the average, and of this process's own gradient.
+        """Norms by parameter: of the averaged gradient, and of this process's own gradient.
 
         Raises:
             RuntimeError: without ``gradient_statistics=True``.
@@ -863,15 +868,15 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             )
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
+        """Like ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
 
         With ``gradient_statistics=True`` the norm is known on the CPU, and no pass over the
-        gradients is made for it, if they are as backward has left them: what has changed them since
-        (as unscaling does) is noticed, but for single elements that were changed through ``.data``.
-        Else, and without the option, it is torch's function.
+        gradients is needed unless they were changed after backward. Changes (for example by
+        unscaling) are detected, except single elements that were changed through ``.data``. Changed
+        gradients, or no such option, lead to torch's function.
 
         Returns:
-            The norm before, [], float32 or the gradients' dtype.
+            The norm before clipping, ``[]``, in float32 or the gradients' dtype.
 
         Raises:
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
@@ -884,10 +889,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As that of ``nn.Module``, for keys with ``module.`` in front, and for keys without.
+        """Like ``nn.Module``'s, for keys with or without the prefix ``module.``.
 
-        Every process has to load the same. Nothing is exchanged here: where replicas are compared
-        (``replica_check_every``), the next backward compares all of the state at once.
+        Every process has to load the same state, because nothing is communicated here. Where
+        replicas are compared (``replica_check_every``), the next backward compares all of the state.
 
         Raises:
             RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
@@ -914,5 +919,5 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self._engine.belong_to(self)
 
 
-# Known to torch as what its Join takes, without the cost of an abstract base class.
+# Registered as a Joinable, without the overhead of an abstract base class.
 torch_join.Joinable.register(DistributedDataParallel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How large the gradients of the processes are, and how much they differ."""
+"""Norms of the processes' gradients, and how much they differ."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class ParameterNorms:
 
     Attributes:
         name: as in ``named_parameters()`` of the wrapped module.
-        bucket: in the launch order; None: reduced apart from the plan, or not at all.
+        bucket: the bucket's index in launch order; None if the gradient was reduced outside of the
+            plan, or not at all.
         norm: of the gradient that backward has left; NaN if the step was skipped.
-        own: of this process's, before the average. Weights do not count.
+        own: of this process's gradient before the average, without its weight.
     """
 
     name: str
@@ -33,26 +34,26 @@ class ParameterNorms:
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """Of one synchronized backward, the same on every process. Can be pickled.
+    """Gradient statistics of one synchronized backward, the same on every process. Can be pickled.
 
-    Norms are Euclidean, over all parameters, and in float64.
+    Norms are Euclidean, over all parameters, in float64.
 
     Attributes:
-        backward: its number, from 1.
-        norm: of the gradients that it has left; NaN if the step was skipped.
-        rank_norms: by rank of the process group, of its gradient before the average; with weights,
-            divided by the rank's weight. NaN for one without data, or of weight 0.
-        noise_scale: the gradient noise scale ``tr(S) / |G|^2``, by running averages of both: the
-            batch size up to which a larger batch needs proportionally fewer steps (McCandlish et
-            al., "An Empirical Model of Large-Batch Training", 2018). In batches of one process;
-            with weights, in what they count. NaN with one process, and while the average of
-            ``signal`` is not positive.
-        noise: the estimate of ``tr(S)`` in this step, per batch of one process, or sample.
+        backward: the number of the backward, from 1.
+        norm: of the gradients that backward has left; NaN if the step was skipped.
+        rank_norms: by rank of the process group, of its gradient before the average. With weights,
+            divided by the rank's weight. NaN for a rank without data, or with weight 0.
+        noise_scale: the gradient noise scale ``tr(S) / |G|^2``, from running averages of both. Up
+            to this batch size, a larger batch needs proportionally fewer steps (McCandlish et al.,
+            "An Empirical Model of Large-Batch Training", 2018). The unit is the batch of one
+            process, or with weights the unit of the weights. NaN with one process, and while the
+            average of ``signal`` is not positive.
+        noise: the estimate of ``tr(S)`` in this step, per batch of one process, or per sample.
         signal: the estimate of ``|G|^2`` in this step; may be negative.
-        z_scores: by rank: by how many standard deviations the logarithm of its norm is off, both
-            from the other ranks' in this step and from all ranks' in the last ones, whichever is
-            less; estimated by medians. 0 in the first 16 steps.
-        outliers: ranks whose norm is not finite, or whose z score is more than 10 away from 0.
+        z_scores: by rank, how many standard deviations the logarithm of its norm is off. It is the
+            smaller of two deviations: from the other ranks in this step, and from all ranks in the
+            last steps. Both are estimated by medians. 0 in the first 16 steps.
+        outliers: ranks whose norm is not finite, or whose absolute z score is above 10.
     """
 
     backward: int
@@ -81,7 +82,7 @@ def clip(
     max_norm: float,
     nonfinite_raises: bool,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``. `covered`: the parameters of the reducer."""
+    """Like ``torch.nn.utils.clip_grad_norm_``. `covered` are the parameters of the reducer."""
     parameters = list(module.parameters())
     same = len(parameters) == len(covered) and all(map(operator.is_, parameters, covered))
     norm = reducer.gradient_norm() if same else None
@@ -91,6 +92,6 @@ def clip(
     wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
     dtype = torch.float64 if wide else torch.float32
     total = torch.tensor(norm, dtype=dtype, device=grads[0].device)
-    if max_norm < norm + 1e-6:  # else torch's function would multiply by 1
+    if max_norm < norm + 1e-6:  # otherwise torch's function would multiply by 1
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

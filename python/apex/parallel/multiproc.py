@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starts a training script once per GPU, or once per core where there is no GPU.
+"""Starts a training script once per GPU, or once per core if there is no GPU.
 
     python -m apex.parallel.multiproc [options] main.py [arguments of main.py]
 
-torchrun's agent runs the processes, and stops all of them when one fails. Scripts written for
-NVIDIA's Apex rely on three differences to ``torchrun``. ``--rank``, ``--world-size`` and
+torchrun's agent runs the processes, and stops all of them when one fails. Three differences to
+``torchrun`` are for scripts written for NVIDIA's Apex. ``--rank``, ``--world-size`` and
 ``--local_rank`` are appended if the script's source defines them. A ``--world-size N`` among the
-script's arguments is the number of processes. Only rank 0 writes to the terminal, rank N to
-``rank_N.log``, which is removed if it is empty after a job without a failure.
+script's arguments sets the number of processes. Only rank 0 writes to the terminal. Rank N writes
+to ``rank_N.log``, which is removed if it is empty after a job without a failure.
 
-The environment holds what ``init_method="env://"`` needs, and ``OMP_NUM_THREADS``: unless it is set
-already, the cores of the node divided by its processes. The exit code is that of a process that
-failed, 128 + N if signal N ended it or the launcher, or 2 for bad arguments.
+The environment contains the variables of ``init_method="env://"``, and ``OMP_NUM_THREADS``. Unless
+already set, that is the number of cores of the node divided by its processes. The exit code is that
+of a process that failed, 128 + N if signal N ended it or the launcher, or 2 for bad arguments.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _FINISHED = "apex_multiproc/node_0_finished"
 
 
 class RankLogs(LogsSpecs):
-    """Rank 0 writes to the terminal, each other rank to a file: ``files``, by rank."""
+    """Rank 0 writes to the terminal, each other rank to its file in ``files``."""
 
     _root_log_dir: str
     root_log_dir = ""  # abstract, and not used by the agent
@@ -48,18 +48,19 @@ class RankLogs(LogsSpecs):
         ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         self.files = {r: Path(self._root_log_dir, f"rank_{r}.log") for r in ranks.values() if r > 0}
         stdouts = {local_rank: str(self.files.get(r, "")) for local_rank, r in ranks.items()}
-        none = dict.fromkeys(envs, "")  # child.py joins stderr to stdout
+        none = dict.fromkeys(envs, "")  # child.py redirects stderr to stdout
         return LogsDest(stdouts=stdouts, stderrs=none, error_files=none)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torchrun's static rendezvous. Port 0 is any free one; a node that fails stops the others.
+    """torchrun's static rendezvous. Port 0 selects a free port. A node that fails stops the others.
 
-    Otherwise, ranks of other nodes would wait for a lost peer until their process group times out.
+    Without that, ranks of other nodes would wait for a lost peer until their process group times
+    out.
     """
 
     _store: TCPStore
-    finished = False  # node 0's ranks: its launcher, and with it the store, may end
+    finished = False  # node 0's ranks have finished, so its launcher and the store may end
 
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
@@ -67,21 +68,22 @@ class Rendezvous(StaticTCPRendezvous):
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def num_nodes_waiting(self) -> int:
-        """The agent asks this each time it looks at its processes."""
+        """Called by the agent each time that it polls its processes."""
         try:
             failed = self._store.get(_FAILED_NODE) if self._store.check([_FAILED_NODE]) else None
             self.finished = self.finished or self._store.check([_FINISHED])
         except DistError:
-            failed = None if self.finished else b"0"  # its launcher keeps the store
+            failed = None if self.finished else b"0"  # node 0's launcher hosts the store
         if failed:
             raise DistError(f"node {failed.decode()} has failed")
         return 0
 
     def report_failure(self) -> None:
-        """Stops the other nodes. The store ends with node 0, which lets them read it for 10 s."""
+        """Stop the other nodes. Node 0 keeps the store alive for 10 s, so that they can read it."""
         with contextlib.suppress(DistError):
             if self._store is not None:
-                self._store.compare_set(_FAILED_NODE, "", str(self.rank))  # the first is named
+                # only the first failed node is reported
+                self._store.compare_set(_FAILED_NODE, "", str(self.rank))
                 self._store.set(f"stopped/{self.rank}", "")
                 if self.rank == 0:
                     others = [f"stopped/{rank}" for rank in range(self.world_size)]
@@ -89,7 +91,8 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's. Node 0's waits five minutes for the others when its ranks have finished."""
+    """torchrun's agent. On node 0 it waits five minutes for the others when its ranks have
+    finished."""
 
     def _exit_barrier(self) -> None:
         meeting = self._worker_group.spec.rdzv_handler
@@ -99,7 +102,7 @@ class Agent(LocalElasticAgent):
 
 
 def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
-    """The command line, with a value for everything; exits with 2 if it contradicts itself."""
+    """The command line, with all values filled in. Exits with 2 for contradictory arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m apex.parallel.multiproc",
         usage="%(prog)s [options] script.py [arguments of script.py]",
@@ -130,7 +133,7 @@ def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argpars
     if args.nnodes > 1:
         args.master_addr = args.master_addr or environment.get("MASTER_ADDR")
         args.master_port = args.master_port or environment.get("MASTER_PORT", 29500)
-    port = args.master_port = str(args.master_port or 0)  # 0: any free one
+    port = args.master_port = str(args.master_port or 0)  # 0 selects a free port
     chosen = [f"--{name}" for name in (args.append or "none").split(",") if name != "none"]
     options = chosen if args.append else script.options_taken(args.script)
     problems = {
@@ -153,9 +156,10 @@ def _cores() -> int:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Runs the processes of this node, and returns the exit code. Needs the main thread."""
+    """Run the processes of this node and return the exit code. Call it on the main thread."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // args.nproc)))
-    # Ctrl-C ends a launcher that waits for other nodes; with processes, the agent handles signals.
+    # Ctrl-C ends a launcher that waits for other nodes. Once processes run, the agent handles
+    # signals.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     child.prctl(child.PR_SET_CHILD_SUBREAPER, 1)
     master = args.master_addr or "127.0.0.1", int(args.master_port)
@@ -167,7 +171,7 @@ def launch(args: argparse.Namespace) -> int:
         role="rank",
         local_world_size=args.nproc,
         entrypoint=sys.executable,
-        args=tuple(part.replace("$", "$$") for part in command),  # the agent substitutes $
+        args=tuple(part.replace("$", "$$") for part in command),  # the agent would substitute $
         rdzv_handler=meeting,
         max_restarts=0,
         monitor_interval=0.1,
@@ -187,7 +191,7 @@ def launch(args: argparse.Namespace) -> int:
     except (OSError, DistError) as error:
         code, reason = 1, f"node {args.node_rank}: {str(error).splitlines()[0]}"
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT:
-        signal.signal(number, signal.SIG_IGN)  # the rest takes seconds
+        signal.signal(number, signal.SIG_IGN)  # the cleanup takes seconds
     meeting.report_failure()
     child.kill_children()
     print(f"multiproc: {reason}; all processes of this node have ended.", file=sys.stderr)
@@ -195,10 +199,10 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _report(failures: Mapping[int, ProcessFailure], logs: RankLogs) -> int:
-    """Says which ranks failed, shows the end of their logs, and returns the exit code."""
+    """Print the failed ranks and the end of their logs, and return the exit code."""
     first = next(iter(failures.values()))
     for rank, failure in failures.items():
-        # The agent stops the others: with SIGTERM, and after 30 s with SIGKILL.
+        # The agent stops the other ranks with SIGTERM, and after 30 s with SIGKILL.
         stopped = failure.exitcode == -signal.SIGTERM or failure.timestamp > first.timestamp + 25
         if stopped and failure is not first:
             continue

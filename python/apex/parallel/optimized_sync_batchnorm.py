@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex's module of the kernels' SyncBatchNorm; there is one implementation here."""
+"""Apex's module for its CUDA SyncBatchNorm. This package has one implementation for all."""
 
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What communication of a backward was hidden behind computation, and what was not."""
+"""Reports how much communication of a backward was hidden behind computation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from apex.parallel._trace import Trace, rows_of
 
 @dataclass(frozen=True)
 class BucketOverlap:
-    """One bucket's way. Seconds since backward began; ``ready_s <= launched_s <= arrived_s``.
+    """The timeline of one bucket, in seconds since backward began.
+
+    ``ready_s <= launched_s <= arrived_s``.
 
     Attributes:
         parameters: indices of its parameters in ``module.parameters()``.
-        names: of these parameters.
-        bytes: what this process gave to the process group, or to the communication hook.
-        ready_s: its last gradient was computed; ``launched_s`` where this process missed one.
-        launched_s: it was packed, and handed to the process group.
-        arrived_s: its sum was there. From ``launched_s`` on it was in flight, which includes
-            waiting for the last process to send its part.
-        awaited_s: somebody began to wait for it; may be before or after it arrived.
-        exposed_s: of the time in flight, what nothing hid.
-        shared_memory: it was summed in memory that the processes, all of this host, share.
-        by_host: it was summed in the memory of each host's processes, and then between the hosts;
-            if neither, it went through the process group.
+        names: names of these parameters.
+        bytes: the size that this process passed to the process group or the communication hook.
+        ready_s: when its last gradient was computed; ``launched_s`` if this process missed one.
+        launched_s: when it was packed and passed to the process group.
+        arrived_s: when its sum was complete. It is in flight from ``launched_s`` to ``arrived_s``,
+            which includes waiting for the last process to send its part.
+        awaited_s: when the first wait for it began, before or after it arrived.
+        exposed_s: the part of the time in flight that was not hidden.
+        shared_memory: whether it was summed in memory shared by the processes, all on one host.
+        by_host: whether it was summed in each host's shared memory first, and then between hosts.
+            If neither is true, the process group summed it.
     """
 
     parameters: list[int]
@@ -48,28 +50,30 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """One synchronized backward of this process; ``str()`` of it is a table. Can be pickled.
+    """The timeline of one synchronized backward of this process. Can be pickled.
+
+    ``str()`` returns a table.
 
     Attributes:
-        clock: ``"host"``: gradients are on the CPU. ``"device"``: times at which the device's
-            streams got there. ``"host only"``: gradients are on a device without timed events, or
-            on several; then these are the times at which the host asked for things, which says
-            little.
-        rank: of this process in the wrapper's group.
+        clock: ``"host"``: gradients are on the CPU. ``"device"``: times are those of the device's
+            streams. ``"host only"``: gradients are on several devices, or on one without timed
+            events. The times are then when the host launched the operations, and say little.
+        rank: the rank of this process in the wrapper's group.
         began_s: when backward began, by ``time.perf_counter()``, which the processes of a host
-            share; with ``"device"``, when its stream got there.
-        last_gradient_s: from the begin of backward until its last gradient was computed.
+            share; with ``"device"``, on the device's stream.
+        last_gradient_s: from the beginning of backward until its last gradient was computed.
         backward_s: until gradients were complete; with :class:`OverlappedOptimizer`, until
             ``backward()`` returned.
         communication_s: time in which at least one bucket was in flight.
-        exposed_s: of it, what nothing hid: between ``last_gradient_s`` and ``backward_s``, or,
-            after that, while a module of the next forward waited for a bucket.
-        hidden_s: the rest: gradients, or the next forward, were computed meanwhile.
+        exposed_s: the part of ``communication_s`` that was not hidden: between ``last_gradient_s``
+            and ``backward_s``, or, after that, while a module of the next forward waited for a
+            bucket.
+        hidden_s: the other part, in which gradients or the next forward were computed.
         hidden_fraction: ``hidden_s / communication_s``; 1 if nothing was in flight.
         buckets: in launch order.
         spans: when the host ran ``"forward"`` and ``"step (SGD)"`` (of optimizers that hold
-            parameters of the wrapper), since the optimizer step before; relative to the begin of
-            backward as the other times.
+            parameters of the wrapper) since the previous optimizer step. Times are relative to the
+            beginning of backward, as above.
     """
 
     clock: str
@@ -89,7 +93,7 @@ class OverlapReport:
         return self.text
 
     def as_dict(self) -> dict[str, float]:
-        """Its numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
+        """The numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
         names = ("last_gradient_s", "backward_s", "communication_s", "exposed_s", "hidden_s")
         numbers = {f"overlap/{name}": float(getattr(self, name)) for name in names}
         numbers["overlap/hidden_fraction"] = self.hidden_fraction
@@ -101,13 +105,13 @@ class OverlapReport:
     def save_trace(
         self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None
     ) -> None:
-        """Writes the step as a trace that https://ui.perfetto.dev and chrome://tracing show.
+        """Write the step as a trace for https://ui.perfetto.dev and chrome://tracing.
 
-        It has forward, backward, optimizer steps, the buckets (ready, in flight) and the waits for
-        them. Without ``group`` it is this process alone, and nothing is communicated. With it,
-        every process of the group has to call this with a report of its own; the first one writes
-        the file, with a row per rank. Clocks of processes of several hosts are aligned by
-        collectives, to half the time that one takes.
+        The trace contains forward, backward, optimizer steps, the buckets (ready, in flight) and
+        the waits for them. Without ``group`` it covers this process only, and does not communicate.
+        With ``group``, every process of the group has to call this with its own report. The first
+        process writes the file, with a row per rank. Collectives align the clocks of different
+        hosts, to half the duration of one collective.
 
         Raises:
             OSError: if the file cannot be written.
@@ -117,11 +121,11 @@ class OverlapReport:
             trace_of(reports).save(path)
 
     def plot(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> None:
-        """Draws the step into a picture, as :meth:`save_trace` writes it; needs matplotlib.
+        """Draw the data of :meth:`save_trace` into a picture. Needs matplotlib.
 
         Raises:
-            ImportError: without matplotlib, before anything is communicated.
-            ValueError: if the suffix of ``path`` is no format of matplotlib.
+            ImportError: without matplotlib, before any communication.
+            ValueError: if the suffix of ``path`` is not a format of matplotlib.
         """
         _plots.require()
         reports = self._gathered(group)
@@ -129,7 +133,7 @@ class OverlapReport:
             _draw(path, reports)
 
     def _gathered(self, group: dist.ProcessGroup | None) -> list[OverlapReport]:
-        """On the first rank those of all, by its clock; elsewhere none."""
+        """The reports of all ranks on the first rank, with its clock; an empty list elsewhere."""
         if group is None:
             return [self]
         began_s = self.began_s + offset_to_first_rank(group)
@@ -143,7 +147,7 @@ def _begin_of(reports: Sequence[OverlapReport]) -> float:
 
 
 def trace_of(reports: Sequence[OverlapReport]) -> Trace:
-    """A process for each report, with rows for what it computes, its waits and its buckets."""
+    """A trace with a process per report, and rows for computation, waits and buckets."""
     trace = Trace(_begin_of(reports))
     for report in reports:
         _add(trace, report)
@@ -152,7 +156,7 @@ def trace_of(reports: Sequence[OverlapReport]) -> Trace:
 
 def _add(trace: Trace, report: OverlapReport) -> None:
     buckets = report.buckets
-    # Steps may be taken in other threads, and inside of forwards.
+    # Steps may run in other threads, and inside forwards.
     spans = [*report.spans, Span("backward", 0, report.backward_s)]
     row_of_span = rows_of([(span.begin_s, span.end_s) for span in spans])
     row_of_bucket = rows_of([(bucket.ready_s, bucket.arrived_s) for bucket in buckets])
@@ -169,7 +173,7 @@ def _add(trace: Trace, report: OverlapReport) -> None:
     for span, row in zip(spans, row_of_span, strict=True):
         add(row, span.name, span.begin_s, span.end_s)
     add(row_of_span[-1], "gradients", 0, report.last_gradient_s, clock=report.clock)
-    waited_s = 0.0  # a device may see the end of one wait after the begin of the next
+    waited_s = 0.0  # on a device, a wait may begin before the previous one ends
     for number, (bucket, place) in enumerate(zip(buckets, row_of_bucket, strict=True)):
         row, name = waits + 1 + place, f"bucket {number}"
         add(
@@ -192,7 +196,7 @@ def _add(trace: Trace, report: OverlapReport) -> None:
 
 
 def _draw(path: str | os.PathLike[str], reports: Sequence[OverlapReport]) -> None:
-    """A row for what each rank computes, and one for each of its buckets."""
+    """Draw a row for the computation of each rank, and a row per bucket."""
     zero_s = _begin_of(reports)
     figure, axes = _plots.rows_figure(sum(1 + len(report.buckets) for report in reports))
     labels: list[str] = []

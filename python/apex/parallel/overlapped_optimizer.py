@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""OverlappedOptimizer: the end of a step's communication hidden under the next step's forward."""
+"""OverlappedOptimizer: hides the end of a step's communication under the next step's forward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from apex.parallel.distributed import DistributedDataParallel
 
 # Note [Steps that are taken later]
 #
-# backward() returns while buckets are still on their way, and step() then updates the parameters
-# whose gradients have arrived. The others are updated in the next forward: before each module, the
-# buckets that hold its own parameters are waited for, and the engine calls _bucket_arrived() for
-# each. By then a scheduler may have changed the learning rate, and gradients may have been asked to
-# be cleared for the next step. So step() keeps the values of all groups, and each later update is
-# made with these; zero_grad() in between clears a gradient when it has been used.
+# backward() returns while buckets are in flight, and step() then updates the parameters whose
+# gradients are complete. The next forward updates the others: before each module, it waits for the
+# buckets of the module's own parameters, and the engine calls _bucket_arrived() for each. By then,
+# a scheduler may have changed the learning rate, and zero_grad() may have been called for the next
+# step. So step() saves the settings of all groups, and each later update uses them. A zero_grad()
+# in between takes effect on a gradient after its update.
 
 
 def _copy(value: Any) -> Any:
@@ -35,13 +35,13 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counter_of(optimizer: Any) -> str | None:
-    """The entry of its groups in which `optimizer`, or one inside it, only counts its steps."""
+    """The group entry in which `optimizer`, or an optimizer inside it, only counts its steps."""
     counters = (getattr(inner, "_counter", None) for inner in _nested(optimizer))
     return next((counter for counter in counters if counter is not None), None)
 
 
 def _nested(optimizer: Any) -> Iterator[Any]:
-    """`optimizer`, and those that it wraps."""
+    """`optimizer`, and the optimizers that it wraps."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optim", None)
@@ -54,16 +54,16 @@ def _same(left: Any, right: Any) -> bool:
 
 
 class _LaterSteps:
-    """The parameters that a step() has not updated yet, and with what they will be."""
+    """The parameters that a step() has not updated yet, and the settings for their update."""
 
     def __init__(self, parameters: set[nn.Parameter], groups: list[dict[str, Any]]) -> None:
         self.parameters = parameters
         self.settings = [{k: _copy(v) for k, v in _settings(group).items()} for group in groups]
-        self.clear: bool | None = None  # zero_grad was called, with this set_to_none
+        self.clear: bool | None = None  # the set_to_none of a zero_grad() call; None: not called
 
 
 class _Hook:
-    """Before a module's forward. Copies and pickles of the module leave the optimizer behind."""
+    """A hook before a module's forward. Copies and pickles of the module drop the optimizer."""
 
     def __init__(self, optimizer: OverlappedOptimizer | None = None) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -81,21 +81,20 @@ class _Hook:
 
 
 class _StateHook(_Hook):
-    """Before a module's state_dict()."""
+    """A hook before a module's state_dict()."""
 
     def _run(self, optimizer: OverlappedOptimizer, module: nn.Module) -> None:
         optimizer.synchronize()
 
 
 class OverlappedOptimizer(WrappedOptimizer):
-    """Lets the last buckets of a backward arrive while the next forward is already running.
+    """Overlaps the last buckets of a backward with the next forward.
 
-    Each module waits, in the next forward, for the gradients of its own parameters only, and they
-    are updated then; buckets are sent in the order in which forward will ask for them. Results are
-    the same bit for bit as without it (with three processes or more: with the same bucket plan, on
-    which the order depends in which their values are added). Worth it where the network is the
-    bottleneck, with buckets of one to a few MiB, so that the first layers do not wait for all
-    others::
+    In the next forward, each module waits only for the gradients of its own parameters, which are
+    updated then. Buckets are launched in the order in which forward needs them. Results are bitwise
+    the same as without it. (With three or more processes this requires the same bucket plan, which
+    determines the order of summation.) Use it where the network is the bottleneck, with buckets of
+    one to a few MiB, so that the first layers do not wait for all others::
 
         model = DistributedDataParallel(model, bucket_cap_mb=2)
         optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -105,34 +104,35 @@ class OverlappedOptimizer(WrappedOptimizer):
             optimizer.step()
         optimizer.synchronize()
 
-    Between backward and the next forward gradients and parameters are not final. Call
-    :meth:`synchronize` before reading or changing them: gradient clipping, ``GradScaler.unscale_``,
-    norms, averaging of weights, and after the last step. ``state_dict()`` of the model and of this
-    object, ``GradScaler.step``, ``apex.amp.scale_loss`` and the recording of a new bucket plan do
-    so themselves. Clear gradients by this object's ``zero_grad()``.
+    Between backward and the next forward, gradients and parameters are not final. Call
+    :meth:`synchronize` before reading or changing them: for gradient clipping,
+    ``GradScaler.unscale_``, norms, averaging of weights, and after the last step. ``state_dict()``
+    of the model and of this object, ``GradScaler.step``, ``apex.amp.scale_loss`` and the recording
+    of a new bucket plan synchronize automatically. Clear gradients by this object's
+    ``zero_grad()``.
 
     Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
-    Acceleration" (ByteScheduler), SOSP 2019; the order is fixed here, since all processes must
-    send alike.
+    Acceleration" (ByteScheduler), SOSP 2019. The order is fixed here, because all processes must
+    launch buckets in the same order.
 
     Args:
-        optimizer: any optimizer that treats each parameter by itself and keeps no state in its
-            groups. Its step hooks run once for each part of a step.
-        model: the wrapper of the module whose parameters it updates. Parameters of others may be
-            among them; they are updated by :meth:`step` at once.
+        optimizer: any optimizer that updates each parameter independently and keeps no state in
+            its groups. Its step hooks run once for each part of a step.
+        model: the wrapper of the module whose parameters it updates. The optimizer may also hold
+            other parameters, which :meth:`step` updates immediately.
 
     Raises:
         TypeError: for other objects.
-        ValueError: if ``model`` has ``mixed_precision``, or an OverlappedOptimizer already, or for
-            an optimizer that is known not to step parameters one by one.
+        ValueError: if ``model`` has ``mixed_precision`` or already an OverlappedOptimizer, or for
+            an optimizer that is known not to update parameters one by one.
 
-    A parameter has to be used in the forward of the module that owns it or of one that contains
-    that (compiled modules are waited for as a whole), in later steps as in the first ones. For one
-    that was used in another way before it was updated, backward raises RuntimeError: ours, or
-    torch's, that a variable was modified by an inplace operation. A backward is waited for at once
-    where it records or orders a plan, where this process misses a gradient, with ``check_finite``
-    and ``check_reduction=True``, under ``join()``, and with communication hooks of two phases.
-    Construction: on every process. Not thread safe.
+    A parameter has to be used in the forward of the module that owns it, or of a module that
+    contains that one, in all steps alike. Compiled modules are waited for as a whole. If a
+    parameter was used otherwise before its update, backward raises RuntimeError: ours, or torch's
+    about a variable modified by an inplace operation. Backward waits for all buckets if it records
+    or orders a plan, if this process misses a gradient, with ``check_finite`` and
+    ``check_reduction=True``, under ``join()``, and with communication hooks of two phases.
+    Construct it on every process. Not thread safe.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -167,20 +167,21 @@ class OverlappedOptimizer(WrappedOptimizer):
         self._later: _LaterSteps | None = None
         engine.hooks.set_optimizer(engine.connected(), self)
         self._called: set[nn.Module] = set()
-        self._waits: tuple[int, dict[nn.Module, list[int]]] = (0, {})  # for which engine
+        # by the number of the engine's reducer
+        self._waits: tuple[int, dict[nn.Module, list[int]]] = (0, {})
         self._handles = list(self._hook_modules(model.module))
         pending.holders.add(self)
 
     # --- waiting, module by module ---
 
-    # Some modules use the parameters of a child without calling it (nn.MultiheadAttention, for
-    # one). While nothing is on its way yet it is seen which modules are called; the parameters of
-    # others are waited for by the nearest one above them that is.
+    # Some modules use the parameters of a child without calling it, for example
+    # nn.MultiheadAttention. Before anything is in flight, called modules are recorded. The
+    # parameters of other modules are waited for by their nearest ancestor that is called.
 
     def _hook_modules(self, module: nn.Module) -> Iterator[Any]:
         yield module.register_forward_pre_hook(_Hook(self), prepend=True)
         yield module.register_state_dict_pre_hook(_StateHook(self))
-        if not hasattr(module, "_orig_mod"):  # what is compiled is waited for as a whole
+        if not hasattr(module, "_orig_mod"):  # compiled modules are waited for as a whole
             for child in module.children():
                 yield from self._hook_modules(child)
 
@@ -217,7 +218,7 @@ class OverlappedOptimizer(WrappedOptimizer):
         return waits
 
     def synchronize(self) -> None:
-        """Returns when all gradients are complete and all updates that were asked for are made.
+        """Blocks until all gradients are complete and all requested updates are made.
 
         On CPU backends the host waits, on NCCL the current stream.
         """
@@ -250,7 +251,7 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _update(self, parameters: set[nn.Parameter], settings: list[dict[str, Any]] | None) -> None:
-        """Steps these parameters only, with these settings of the groups (None: the present
+        """Updates only these parameters, with these settings of the groups (None: the current
         ones)."""
         groups = self.optim.param_groups
         present = [dict(group) for group in groups]
@@ -272,7 +273,7 @@ class OverlappedOptimizer(WrappedOptimizer):
                         "groups, so it cannot be taken in parts: use it without "
                         "OverlappedOptimizer."
                     )
-                if settings is None and counter in group:  # the first part counts for all
+                if settings is None and counter in group:  # the first part of a step counts for all
                     values[counter] = group[counter]
         finally:
             taking_parts.difference_update(inner)
@@ -280,8 +281,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 group.update(values)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters whose gradients have arrived, and has the others updated when
-        theirs do.
+        """Updates the parameters whose gradients are complete, and schedules the update of the
+        others.
 
         Args:
             closure: evaluated first, once.
@@ -303,13 +304,14 @@ class OverlappedOptimizer(WrappedOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; those that are still needed, when they have been used."""
+        """Clears the gradients. Gradients that an update still needs are cleared after it."""
         waiting, later = self._in_flight(), self._later
-        if waiting and later is None:  # step() was not called: they are not needed
+        if waiting and later is None:  # without a step(), no update needs them
             self.synchronize()
             waiting = set()
         if not waiting or later is None:
-            # Its own way, since mixed precision keeps more gradients than those of its groups.
+            # The optimizer's own method, because mixed precision keeps gradients outside of the
+            # groups.
             self.optim.zero_grad(set_to_none)
             return
         everything = [p for group in self.optim.param_groups for p in group["params"]]
@@ -318,11 +320,11 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler asks before it looks at gradients in its step().
+        # torch's GradScaler reads this before it reads gradients in its step().
         self.synchronize()
         return False
 
-    # --- what belongs to the wrapped optimizer ---
+    # --- methods of the wrapped optimizer ---
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, after :meth:`synchronize`."""
@@ -360,6 +362,6 @@ def _wait(reducer: Any, parameters: list[int]) -> None:
     reducer.wait_for(parameters)
 
 
-# While torch.compile traces a module, the graph is broken here; see _forward_untraced in
+# While torch.compile traces a module, the graph breaks here; see _forward_untraced in
 # distributed.py.
 _wait_untraced = torch._disable_dynamo(_wait)

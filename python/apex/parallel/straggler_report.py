@@ -13,20 +13,20 @@ from apex.parallel import _plots
 class RankTimes:
     """One process's own part of the steps.
 
-    It goes from the end of one synchronized backward until all buckets of the next are on their
-    way, less the time in which it waited in collectives of this package. Medians over the steps,
-    in seconds.
+    It lasts from the end of one synchronized backward until all buckets of the next one are
+    launched, minus the time spent waiting in collectives of this package. Times are medians over
+    the steps, in seconds.
 
     Attributes:
-        own_s: all of it.
+        own_s: the whole part.
         own_p95_s: its 95th percentile.
-        before_backward_s: of ``own_s``: the optimizer, the data, forward and the loss.
-        backward_s: of ``own_s``.
-        ratio: ``own_s`` by the median of the other ranks'.
-        last_share: the share of steps in which no rank took longer.
+        before_backward_s: the share of ``own_s`` in the optimizer, the data, forward and the loss.
+        backward_s: the share of ``own_s`` in backward.
+        ratio: ``own_s`` divided by the median of the other ranks'.
+        last_share: the fraction of steps in which no rank took longer.
         gap_s: the longest time between two gradients of a backward.
-        gap_from, gap_to: the parameters between whose gradients that most often is; None: before
-            the first.
+        gap_from, gap_to: the parameters between whose gradients this gap occurs most often. A None
+            in ``gap_from`` means before the first gradient.
     """
 
     own_s: float
@@ -42,14 +42,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Of the last steps; ``str()`` of it is a table. Can be pickled.
+    """The straggler report of the last steps. Can be pickled. ``str()`` returns a table.
 
     Attributes:
-        steps: how many, at most 256.
+        steps: the number of steps, at most 256.
         ranks: by rank of the process group.
-        straggler: the rank that holds up the others, or None. Over ten steps or more it takes 2 %
-            longer than their median, and is the last one three standard deviations more often than
-            by chance.
+        straggler: the rank that holds up the others, or None. Over at least ten steps, it takes 2 %
+            longer than their median, and it is the last rank more often than by chance, by three
+            standard deviations.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class StragglerReport:
         return self.text
 
     def as_dict(self) -> dict[str, float]:
-        """Its numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
+        """The numbers under flat names, for CSV files and TensorBoard's ``add_scalar``."""
         names = ("own_s", "own_p95_s", "before_backward_s", "backward_s", "ratio", "last_share")
         return {
             f"straggler/rank{rank}/{name}": float(getattr(times, name))
@@ -70,13 +70,13 @@ class StragglerReport:
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the own time of each rank into a picture; needs matplotlib.
+        """Draw the own time of each rank into a picture. Needs matplotlib.
 
-        All ranks have the same report, so one of them draws it.
+        All ranks have the same report, so one of them can draw it.
 
         Raises:
             ImportError: without matplotlib.
-            ValueError: without ranks, or if the suffix of ``path`` is no format of matplotlib.
+            ValueError: without ranks, or if the suffix of ``path`` is not a format of matplotlib.
         """
         _plots.require()
         if not self.ranks:

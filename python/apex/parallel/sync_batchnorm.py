@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Batch norm whose statistics are those of all ranks."""
+"""Batch norm with statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_BatchNorm):
     r"""Batch norm over the batches of all ranks of a process group.
 
-    In training, mean and variance of each channel are those of the values of all ranks together,
-    however many each has (ranks may have different batch sizes, or none). In evaluation, and
-    without an initialised process group, it is plain batch norm and never communicates. Runs on
-    CPU and CUDA; one collective per direction, no host synchronization on CUDA.
+    In training, the mean and variance of each channel are computed from the values of all ranks.
+    Ranks may have different batch sizes, including 0. In evaluation, and without an initialized
+    process group, it is plain batch norm and never communicates. Runs on CPU and CUDA, with one
+    collective per direction and no host synchronization on CUDA.
 
     Args:
         num_features: number of channels ``C``.
@@ -37,36 +37,37 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: keep running statistics and use them in evaluation. Without them,
             evaluation uses the statistics of its own batch on its own rank.
         process_group: the ranks to synchronize with, None for all. By default the collectives use
-            a communicator of their own, made in the first training forward.
-        channel_last: input and output are ``[N, *, C]`` (2-D input is ``[N, C]`` in any case).
+            a separate communicator, which is created in the first training forward.
+        channel_last: input and output are ``[N, *, C]`` (2-D input is always ``[N, C]``).
         fuse_relu: apply ReLU to the result, after ``z`` was added.
-        device: of parameters and buffers, as of torch's modules.
+        device: of parameters and buffers, as in torch's modules.
         dtype: of parameters and running statistics.
 
     Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
-    ``[N, *, C]`` with ``channel_last``; the output has the input's shape, dtype and memory format
-    (``torch.channels_last`` is neither copied nor lost). Input float16, bfloat16, float32 or
-    float64; parameters and running statistics of any of these dtypes (float32 with 16-bit input is
-    usual) and any strides. Statistics are merged in float64; elements are computed in float32, or
+    ``[N, *, C]`` with ``channel_last``. The output has the input's shape, dtype and memory format;
+    ``torch.channels_last`` input is not copied. Input dtype: float16, bfloat16, float32 or float64.
+    Parameters and running statistics may have any of these dtypes (float32 with 16-bit input is
+    usual) and any strides. Statistics are merged in float64. Elements are computed in float32, or
     in float64 for float64 input.
 
-    Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as with every other
-    parameter: DistributedDataParallel averages them. All of it can be differentiated again.
+    Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as for every other
+    parameter, and DistributedDataParallel averages them. Higher derivatives are supported.
     Transforms of ``torch.func`` and forward-mode derivatives work in evaluation, and in training
     on one rank.
 
     Raises:
-        ValueError: one value per channel over all ranks in training (CUDA with a process group
-            cannot know without stopping the host, and leaves the running statistics alone
-            instead); input with fewer than two dimensions or another number of channels.
-        TypeError: an input, parameter or running statistic of another dtype.
-        NotImplementedError: a transform of ``torch.func`` or a forward-mode derivative in training
-            with several ranks.
+        ValueError: in training with one value per channel over all ranks (CUDA with a process
+            group cannot check this without blocking the host, and does not update the running
+            statistics instead); for input with fewer than two dimensions or another number of
+            channels.
+        TypeError: for an input, parameter or running statistic of another dtype.
+        NotImplementedError: for a transform of ``torch.func`` or a forward-mode derivative in
+            training with several ranks.
     """
 
-    #: Its name in the model, for errors; the same on all ranks.
+    #: The layer's name in the model, for errors; the same on all ranks.
     _layer_name = ""
-    #: The class it was converted from, if it was.
+    #: The class that the layer was converted from, if any.
     _converted_from: type[torch.nn.Module]
 
     def __init__(
@@ -109,8 +110,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize ``input``, add ``z`` (same shape and dtype) if given, apply ReLU if fused.
 
-        In training a collective: every rank of the group has to call it, in the same order as its
-        other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
+        In training this is a collective. Every rank of the group has to call it, in the same order
+        as its other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
         """
         if not self.training and self.running_mean is not None and self.running_var is not None:
             inferred: Tensor = torch.ops.apex.batch_norm_inference(
@@ -149,8 +150,8 @@ class SyncBatchNorm(_BatchNorm):
             text += ", fuse_relu=True"
         return text
 
-    # A process group belongs to this process: a copy shares it, a pickle leaves it behind (and
-    # synchronizes with all ranks where it is loaded, unless it is given another).
+    # A process group belongs to this process. A copy shares it, and a pickle drops it. A loaded
+    # module synchronizes with all ranks, unless it is given another group.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         replica = self.__class__.__new__(self.__class__)
@@ -176,10 +177,10 @@ _wrappers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def name_layers(model: torch.nn.Module, group: Any = None) -> None:
-    """Let messages of synchronized layers name them as ``model`` does.
+    """Set the names of synchronized layers, which messages use, to those in ``model``.
 
-    By these names ranks notice that they are in different layers. So models that were wrapped over
-    all ranks, ``group``, are told apart by a number: that of the wrapper, the same on all ranks.
+    Ranks compare these names to detect that they are in different layers. So each model that was
+    wrapped over all ranks, ``group``, gets a number, that of its wrapper, equal on all ranks.
     """
     number = 0
     if group is not None and group is dist.group.WORLD:

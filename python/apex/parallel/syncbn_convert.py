@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Turning the batch norms of a model into synchronized ones, and back."""
+"""Converts the batch norms of a model to synchronized ones, and back."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PLAIN = (
     torch.nn.SyncBatchNorm,
     _BatchNorm,
 )
-# What a subclass may define and still be nothing but batch norm.
+# Names that a subclass may define without changing the behavior of batch norm.
 _HARMLESS = {"__init__", "extra_repr", "__repr__", "__str__", "__annotate__", "__annotate_func__",
              "__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"}  # fmt: skip
 
 
 class _BatchNormAnyRank(_BatchNorm):
-    """Plain batch norm for ``[N, C, *]`` of any rank: what a SyncBatchNorm that was not converted
-    from anything is reverted to."""
+    """Plain batch norm for ``[N, C, *]`` of any number of dimensions. A SyncBatchNorm that was not
+    converted from another class is reverted to it."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -51,29 +51,30 @@ def convert_syncbn_model(
     """Replace every ``torch.nn.BatchNorm*d`` and ``torch.nn.SyncBatchNorm`` in ``module`` by
     :class:`SyncBatchNorm`, and return the module.
 
-    A batch norm passed by itself is returned as a new module; any other module is changed in place.
-    Parameters and buffers are the same objects as before (an optimizer keeps working), with their
-    ``requires_grad``, dtype and device, and so are training flag, hooks, names and attributes that
-    were set on a module. A module that is used in two places stays one module. InstanceNorm and
-    everything else is left alone. Not collective: nothing is sent, and ranks may convert at
+    If ``module`` itself is a batch norm, the result is a new module. Any other module is changed in
+    place. Parameters and buffers stay the same objects, so an optimizer keeps working. They keep
+    ``requires_grad``, dtype and device. Modules keep their training flag, hooks, names and
+    attributes. A module that is used in two places stays one module. InstanceNorm and all other
+    modules are not changed. Not collective: it does not communicate, and ranks may convert at
     different times.
 
     Args:
         module: the model.
-        process_group: given to every converted module; None means all ranks, except that a
-            ``torch.nn.SyncBatchNorm`` keeps the group that it has.
+        process_group: given to every converted module. None means all ranks, except that a
+            ``torch.nn.SyncBatchNorm`` keeps its group.
         channel_last: given to every converted module: the inputs are ``[N, *, C]``.
 
-    Two kinds stay as they are, with the statistics of each rank alone, and a UserWarning names
-    them: a batch norm whose class, or another base of its class (a mixin), has behaviour of its
-    own, which would be lost (timm's ``BatchNormAct2d``), to be replaced by hand; and a scripted or
-    traced one: convert before tracing; a SyncBatchNorm cannot be scripted.
+    Two kinds are not converted, so their statistics stay local to each rank, and a UserWarning
+    names them. The first is a batch norm whose class or mixin has its own behavior, which would be
+    lost (timm's ``BatchNormAct2d``). Replace it manually. The second is a scripted or traced batch
+    norm. Convert before tracing; a SyncBatchNorm cannot be scripted.
 
     Raises:
-        TypeError: a batch norm with behaviour that was set on the module (``forward``), named with
-            its place in the model; a lazy one that has not seen its first input; or a compiled one.
-        ValueError: this rank is not a member of the process group.
-            In any case nothing has been changed.
+        TypeError: for a batch norm with behavior set on the module (``forward``); the error names
+            its place in the model. Also for a lazy batch norm that has not seen its first input,
+            and for a compiled one.
+        ValueError: if this rank is not a member of the process group.
+            In all cases, nothing has been changed.
     """
     left = _with_own_class(module)
     for name, child in module.named_modules():
@@ -91,7 +92,7 @@ def convert_syncbn_model(
         group_name_of(process_group)
     _warn_of_own_classes(left)
     _warn_of_scripted(module)
-    # Nothing is refused from here on.
+    # From here on, no error is raised.
     for child in synchronized:
         if process_group is not None:
             child.process_group = process_group
@@ -104,14 +105,14 @@ def convert_syncbn_model(
 def revert_syncbn_model(module: Module) -> Module:
     """The inverse of :func:`convert_syncbn_model`: plain batch norms again.
 
-    A converted module gets back the class it was converted from; one that was built as a
-    SyncBatchNorm becomes a batch norm that takes ``[N, C, *]`` of any rank.
+    A converted module gets the class back that it was converted from. A module that was constructed
+    as a SyncBatchNorm becomes a batch norm for ``[N, C, *]`` of any number of dimensions.
 
     Raises:
-        ValueError: a module fuses a ReLU, or was built with ``channel_last``: plain batch norm has
-            neither.
-        TypeError: a SyncBatchNorm with behaviour of its own, or a compiled one. In any case nothing
-            has been changed.
+        ValueError: for a module that fuses a ReLU, or was constructed with ``channel_last``. Plain
+            batch norm has neither.
+        TypeError: for a SyncBatchNorm with its own behavior, or a compiled one. In all cases,
+            nothing has been changed.
     """
     for name, child in module.named_modules():
         _refuse_compiled("revert_syncbn_model", name, child, _is_synchronized)
@@ -174,7 +175,8 @@ def _refuse_own_behaviour(caller: str, name: str, module: Module) -> None:
 def _refuse_compiled(
     caller: str, name: str, module: Module, applies: Callable[[Module], bool]
 ) -> None:
-    inner = dict(module.named_children()).get("_orig_mod")  # of what torch.compile(module) returns
+    # the module that torch.compile(module) wraps
+    inner = dict(module.named_children()).get("_orig_mod")
     in_place = applies(module) and module._compiled_call_impl is not None
     if in_place or (inner is not None and applies(inner)):
         raise TypeError(
@@ -184,8 +186,8 @@ def _refuse_compiled(
 
 
 def _own_behaviour(module: Module) -> tuple[list[str], list[str]]:
-    """Names that the class of ``module`` and any of its bases, before or behind batch norm, define
-    on top of torch's own classes; and methods that were replaced on the module itself."""
+    """Names that the class of ``module`` or its bases define in addition to torch's own classes,
+    and methods that were replaced on the module itself."""
     kind = type(module)
     of_class = {
         name
@@ -199,7 +201,7 @@ def _own_behaviour(module: Module) -> tuple[list[str], list[str]]:
 
 
 def _with_own_class(module: Module) -> dict[int, tuple[str, Module]]:
-    """By id: name and module of the batch norms whose class has behaviour of its own."""
+    """By id, name and module of the batch norms whose class has its own behavior."""
     return {
         id(child): (name, child)
         for name, child in module.named_modules()
@@ -241,7 +243,7 @@ def _warn_of_scripted(module: Module) -> None:
 def _make(
     module: Module, applies: Callable[[Module], bool], make: Callable[[Module], Module]
 ) -> dict[int, tuple[Module, Module]]:
-    """By id: what is replaced, and what takes its place. Nothing has been changed yet."""
+    """By id, each module to replace and its replacement. Nothing is changed yet."""
     return {id(child): (child, make(child)) for child in module.modules() if applies(child)}
 
 
@@ -249,7 +251,7 @@ def _exchange(module: Module, made: dict[int, tuple[Module, Module]]) -> Module:
     for _, result in made.values():
         hooks: dict[int, Any] = result._load_state_dict_pre_hooks
         for hook in hooks.values():
-            if getattr(hook, "with_module", False):  # such a hook holds its module weakly
+            if getattr(hook, "with_module", False):  # such a hook references its module weakly
                 hook.module = weakref.ref(result)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -259,8 +261,8 @@ def _exchange(module: Module, made: dict[int, tuple[Module, Module]]) -> Module:
 
 
 def _transplant(source: Module, kind: type[_M]) -> _M:
-    """A module of class ``kind`` with everything ``source`` has: the same parameters, buffers,
-    hooks (their handles still remove them) and attributes."""
+    """A module of class ``kind`` with all of ``source``: the same parameters, buffers, hooks (whose
+    handles still remove them) and attributes."""
     result = kind.__new__(kind)
     state = source.__dict__.copy()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

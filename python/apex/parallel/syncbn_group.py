@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process groups that synchronized batch norm talks over."""
+"""The process groups of synchronized batch norm."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _own_group: weakref.ref[Any] | None = None  # weak: a group ends with its last r
 
 
 def default_group() -> Any:
-    """A group of all ranks, apart from the default one, shared by every ``SyncBatchNorm``.
+    """A separate group of all ranks, shared by every ``SyncBatchNorm``.
 
-    Its collectives never queue behind those of gradient buckets. It is made by the first call
-    after ``init_process_group`` that finds more than one rank, with the default group's backend
-    and timeout, and made again when the default group has been. None without a default group or
-    with one rank.
+    Its collectives never queue behind those of gradient buckets. It is created by the first call
+    after ``init_process_group`` that finds more than one rank, with the default group's backend and
+    timeout. It is created again if the default group was. None without a default group or with one
+    rank.
 
-    The call that makes it is collective: every rank has to come. That is why it happens in the
-    first training forward, which every rank has to run in any case, and not when a module is
-    constructed or converted: a model that only one rank builds, to evaluate it, hangs nobody.
-    Blocks the host when it makes the group. Thread safe.
+    The call that creates it is collective, so every rank has to make it. This is why it happens in
+    the first training forward, which every rank runs, and not at construction or conversion. One
+    rank can therefore build a model for evaluation without blocking. Blocks the host while it
+    creates the group. Thread safe.
     """
     global _world, _own_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -51,19 +51,19 @@ def default_group() -> Any:
 
 
 def default_group_name() -> str:
-    """The name of :func:`default_group`; empty where there is none."""
+    """The name of :func:`default_group`; empty if there is none."""
     group = default_group()
     return "" if group is None else name_of(group)
 
 
-# torch.compile calls this function while it traces (its graph keeps the name, as it keeps the name
-# of any group), instead of tracing the making of a group. The public decorator for it,
+# torch.compile calls this function while it traces (its graph stores the name, as for any group),
+# instead of tracing the creation of a group. The public decorator for this,
 # torch.compiler.assume_constant_result, sets this attribute but imports the whole compiler.
 default_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def group_name_of(group: Any) -> str | None:
-    """The name the operators know ``group`` by; None stands for the default communicator.
+    """The name under which operators find ``group``; None means the default communicator.
 
     Raises ValueError on a rank that is not a member of the group.
     """
@@ -78,12 +78,12 @@ def group_name_of(group: Any) -> str | None:
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Split the ranks into groups of ``group_size`` consecutive ones; returns this rank's group.
+    """Split the ranks into groups of ``group_size`` consecutive ranks; return this rank's group.
 
     Collective: every rank of the default group calls it with the same number. ``0`` returns None,
-    which stands for all ranks. The groups have the timeout of the default group.
+    which means all ranks. The groups have the timeout of the default group.
 
-    Raises ValueError if the world is not a multiple of ``group_size``.
+    Raises ValueError if the world size is not a multiple of ``group_size``.
     """
     if group_size == 0:
         return None

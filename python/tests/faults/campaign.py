@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Injects faults into one rank of small training programs, and judges what the others do.
+"""Injects faults into one rank of small training programs, and checks the behavior of the others.
 
     python python/tests/faults/campaign.py                    # everything: writes docs/faults.md
     python python/tests/faults/campaign.py --only killed:plain --worlds 2 --library apex
 
-Every case is ``world`` processes that train for five steps; in the third one, at a named moment,
-something is done to one of them. A survivor has to end within the timeout of its group and five
-seconds. If it raises, its error names the operation and the culprit, and nobody else; it never
-aborts. Nothing is left behind. ``--library torch`` runs torch's DistributedDataParallel over Gloo,
-``--library torch_apex`` runs it on the backend ``apex``.
+In every case, ``world`` processes train for five steps. In the third step, at a named moment, a
+fault is injected into one of them. A survivor has to end within the timeout of its group plus five
+seconds. If it raises, its error must name the operation and the culprit, and no other rank. It must
+never abort, and nothing may be left behind. ``--library torch`` runs torch's
+DistributedDataParallel over Gloo, ``--library torch_apex`` runs it on the backend ``apex``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from programs import LAYERS, PROGRAMS
 from report import markdown, shorten
 
 HERE = Path(__file__).resolve().parent
-#: What ranks say of each other that are all there, but do different things.
+#: The reports of ranks that are all alive but call different collectives.
 APART = "out of step|in different batch norms|and none has ended"
 
 
@@ -104,7 +104,7 @@ class Zygote:
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections, which may have it before it is used."""
+    """A port below the range that the system assigns to connections, which could take it first."""
     while True:
         with socket.socket() as one, contextlib.suppress(OSError):
             one.bind(("127.0.0.1", random.randrange(10000, 28000)))
@@ -112,7 +112,7 @@ def free_port() -> int:
 
 
 def processes_of(pids: list[int]) -> list[int]:
-    """What still runs in the sessions of the ranks."""
+    """The processes that still run in the sessions of the ranks."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -126,7 +126,7 @@ def processes_of(pids: list[int]) -> list[int]:
 
 
 class Running:
-    """One case that runs; ``step()`` until it returns the outcome."""
+    """A running case. Call ``step()`` until it returns the outcome."""
 
     def __init__(self, zygote: Zygote, case: Case, hosts: Hosts | None) -> None:
         self.case, self._zygote, self._hosts = case, zygote, hosts
@@ -193,7 +193,7 @@ class Running:
         survivors = [rank for rank in range(case.world) if rank != culprit]
         waited_for = survivors
         if not fault.startswith(("killed", "exits")) and fault != "stopped":
-            waited_for = list(range(case.world))  # it lives, and has to end, too
+            waited_for = list(range(case.world))  # the culprit lives, and has to end too
         limit = TIMEOUT + GRACE + (PAUSE if fault.endswith("5 s") else 0)
         start = self._struck if self._struck is not None else self._begun + TO_START
         alive = [rank for rank in waited_for if self._alive(rank)]
@@ -231,7 +231,7 @@ class Running:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         if self._hosts is not None:
-            self._hosts.join(case.culprit)  # also where the case has ended before its 5 s
+            self._hosts.join(case.culprit)  # even if the case has ended before its 5 s
         said: dict[int, str] = {}
         ends, problems = [], []
         wrong: Counter[str] = Counter()
@@ -297,9 +297,9 @@ class Running:
 
 
 def late_complaints(case: Case, logs: list[str]) -> list[str]:
-    """What the one block lacks that some rank has printed."""
+    """The requirements that the single report of a stall does not meet."""
     blocks = re.findall(r"^apex: rank .*(?:\n .*)*", "\n".join(logs), flags=re.MULTILINE)
-    blocks = [one for one in blocks if "nobody is late" not in one]  # the machine was
+    blocks = [one for one in blocks if "nobody is late" not in one]  # reports of a busy machine
     if len(blocks) != 1:
         return [f"{len(blocks)} verdicts: {blocks}"]
     result = []
@@ -312,7 +312,7 @@ def late_complaints(case: Case, logs: list[str]) -> list[str]:
 
 
 def slow_complaints(case: Case, told: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the reports of all ranks."""
+    """The requirements that the reports of all ranks do not meet."""
     if len(told) != case.world:
         return [f"{len(told)} reports"]
     result = []
@@ -327,7 +327,7 @@ def slow_complaints(case: Case, told: list[dict[str, Any]]) -> list[str]:
 
 
 def complaints(case: Case, rank: int, message: str) -> list[str]:
-    """What a survivor's error lacks."""
+    """The requirements that a survivor's error does not meet."""
     operation = PROGRAMS[case.program][1][case.moment]
     result = []
     if f"rank {rank}" not in message:
@@ -338,7 +338,7 @@ def complaints(case: Case, rank: int, message: str) -> list[str]:
     named = set()
     for group in re.findall(r"\branks? ([\d, ]+) (?:has|have|is|are) ", message):
         named |= {int(number) for number in group.split(",")}
-    # Ranks that live, and have told what they did.
+    # Ranks that are alive and have reported what they did.
     exception = re.search(r"ended by an exception on rank (\d+)", message) or re.search(
         r"rank (\d+) reports that communication hook", message
     )
@@ -350,7 +350,7 @@ def complaints(case: Case, rank: int, message: str) -> list[str]:
     if named - {case.culprit}:
         result.append(f"blames rank {sorted(named - {case.culprit})}")
     elif case.fault == "sockets shut":
-        pass  # every rank is there, and says so; nobody sees whose connections they were
+        pass  # every rank is alive and reports, but the owner of the broken connections is unknown
     elif case.culprit not in named and not (case.culprit == 0 and "the store" in message):
         result.append("does not name the culprit")
     return result

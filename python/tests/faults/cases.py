@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is injected where."""
+"""The injected faults and their moments."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import dataclasses
 from programs import OURS_ONLY, PROGRAMS
 
 TIMEOUT = 8  # s, of every process group
-PAUSE = 5  # s, of a fault that passes
+PAUSE = 5  # seconds, for a temporary fault
 GRACE = 5  # s, past the timeout
-TO_START = 60  # s, until the fault strikes
-TO_END = 20  # s, for a process that is through: several end at a time
-LATE = 3  # s, of a rank that is late once
-STALL = 1.0  # s, after which the others say so
-SLOW = 0.05  # s, of a rank that is slow in every step
+TO_START = 60  # seconds, until the fault is injected
+TO_END = 20  # seconds, for a process that has finished; several end at a time
+LATE = 3  # seconds, for a rank that is late once
+STALL = 1.0  # seconds, after which the others report the stall
+SLOW = 0.05  # seconds, for a rank that is slow in every step
 SLOW_STEPS = 14
 
 GOOD = ("raises", "goes on", "is named")
@@ -30,8 +30,8 @@ FAULTS = [
     "sockets shut",
     "group closed",
 ]
-STORE_FAULTS = ["killed", "stopped", "cut off"]  # also done to rank 0, which keeps the store
-#: Of these nothing ends, and nothing is raised, but all ranks learn who it is, and where.
+STORE_FAULTS = ["killed", "stopped", "cut off"]  # also injected into rank 0, which hosts the store
+#: These faults end and raise nothing, but all ranks must learn which rank it is, and where.
 DELAYS = ["late", "slow"]
 
 
@@ -51,17 +51,17 @@ class Case:
 
 @dataclasses.dataclass
 class Outcome:
-    verdict: str  # "goes on", "raises", or what is wrong
+    verdict: str  # "goes on", "raises", or the failure
     seconds: float  # from the fault to the last survivor's end
-    said: dict[int, str]  # rank: message
+    said: dict[int, str]  # messages by rank
 
 
-#: And what the page calls them.
+#: The libraries, and their names on the page.
 LIBRARIES = {"apex": "apex.parallel", "torch": "torch", "torch_apex": "torch, on `apex`"}
 
 
 def delays(library: str, program: str, moment: str, world: int) -> list[str]:
-    """Where torch's wrapper has nothing to say, and who waits for nobody, there are none."""
+    """No delays where torch's wrapper reports nothing and no rank waits for another."""
     if library != "apex" or world == 3 or moment == "exit":
         return []
     if program == "join" or "construction" in moment:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ends many small jobs without destroy_process_group(), under load: each has to end with 0.
+"""Ends many small jobs without destroy_process_group() under load. Each must exit with 0.
 
     python python/tests/faults/exits.py --runs 500
 
-Two ranks train five steps and return from their script; meanwhile as many processes as asked for
-keep the processors busy. Stacks of what does not end are printed where gdb is installed.
+Two ranks train five steps and return from their script. Meanwhile the requested number of processes
+keeps the cores busy. If gdb is installed, stacks of processes that do not end are printed.
 """
 
 from __future__ import annotations

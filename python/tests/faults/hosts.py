@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks on hosts of their own: network namespaces on this one."""
+"""Puts ranks on separate hosts, simulated by network namespaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 
 
 class Hosts:
-    """Network namespaces joined by a bridge: one for each rank of one case."""
+    """Network namespaces joined by a bridge, one for each rank of a case."""
 
     def __init__(self, slot: int, size: int) -> None:
         self.name = f"apexf{slot}"
@@ -33,7 +33,7 @@ class Hosts:
         return f"10.98.0.{rank + 1}"
 
     def cut(self, rank: int) -> None:
-        """Packets are lost without a word."""
+        """Drop packets silently."""
         self._ip("-n", self.name, "link", "set", f"port{rank}", "nomaster")
 
     def join(self, rank: int) -> None:

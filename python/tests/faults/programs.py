@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Small training programs with named moments at which a fault may be injected.
 
-A program prepares a model and returns what one step does. It calls ``run.at(moment)`` where a fault
-may strike; the harness decides on which rank and in which step that has a consequence.
+A program prepares a model and returns a function that runs one step. It calls ``run.at(moment)``
+where a fault may be injected. The harness selects the rank and the step of the fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Injected(Exception):
 
 
 class Run:
-    """One rank of one case."""
+    """One rank of a case."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Run:
             self._strike(moment)
 
     def wrap(self, model: nn.Module, **options: Any) -> Any:
-        """In buckets of about 100 bytes."""
+        """Wrap it with buckets of about 100 bytes."""
         if self.library != "apex":
             return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
         from apex.parallel import DistributedDataParallel
@@ -63,7 +63,7 @@ Step = Callable[[], None]
 
 
 def net(run: Run) -> nn.Sequential:
-    """Five layers, the middle one of which is called ``2``; its gradients announce moments."""
+    """Five layers, the middle one of which is called ``2``. Their gradients announce moments."""
 
     class Announcing(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def net(run: Run) -> nn.Sequential:
     def announce(moment: str) -> Callable[[Tensor], None]:
         return lambda grad: run.at(moment)
 
-    # The engine sends a bucket when its gradients are there: the last layer's is launched before
-    # the middle layer's gradient is.
+    # The engine launches a bucket when its gradients are ready: the last layer's bucket is launched
+    # before the middle layer's gradient is ready.
     model[4].weight.register_hook(announce("first gradient"))
     model[2].weight.register_hook(announce("between launches"))
     model[0].weight.register_hook(announce("last gradient"))
@@ -127,7 +127,7 @@ def end_of_backward(run: Run) -> Step:
 
     def step() -> None:
         out = ddp(batch())
-        # Runs when the backward ends, before or after the reducer's own part of that.
+        # Runs when the backward ends, before or after the reducer's own end-of-backward callback.
         out.register_hook(
             lambda grad: Variable._execution_engine.queue_callback(
                 lambda: run.at("end of backward")
@@ -184,7 +184,7 @@ def batch_norm(run: Run) -> Step:
 
 
 def joined(run: Run) -> Step:
-    """The last rank has less data, and takes part in what the others do."""
+    """The last rank has less data, and then shadows the others."""
     ddp = run.wrap(net(run))
     run.step = FAULT_STEP
 
@@ -196,7 +196,7 @@ def joined(run: Run) -> Step:
                 if number == 1:
                     run.at("with data")
                 if number > 1:
-                    time.sleep(0.15)  # so that the moment above is one in which somebody shadows
+                    time.sleep(0.15)  # so that another rank is shadowing at the moment above
                 ddp(batch()).sum().backward()
             if less:
                 timer.start()
@@ -226,7 +226,7 @@ def amp(run: Run) -> Step:
     return step
 
 
-# Program: the function, the moments, and what the errors of survivors say about the operation.
+# Program: the function, the moments, and a pattern for the operation that survivors' errors name.
 BUCKET = r"all-reduce of bucket \d+ \(.+ \d+ elements\)|exchange of used parameters"
 Moments = dict[str, str]
 PROGRAMS: dict[str, tuple[Callable[[Run], Step], Moments]] = {
@@ -265,12 +265,12 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Step], Moments]] = {
     ),
 }
 OURS_ONLY = {"batch norm", "amp"}
-#: Of which layer a gradient is awaited meanwhile.
+#: The layer whose gradient is awaited at the moment.
 LAYERS = {"first gradient": 4, "between launches": 2, "last gradient": 0}
 
 
 def train(run: Run, program: str, survive: bool) -> list[str]:
-    """All steps of one rank; what was raised and survived, by step."""
+    """Run all steps of one rank. Returns, by step, the errors that were raised and survived."""
     prepare, _ = PROGRAMS[program]
     survived: list[str] = []
     step = prepare(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The results as a page of the documentation."""
+"""Writes the results as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def markdown(outcomes: dict[Case, Outcome]) -> str:
 
 
 def shorten(message: str) -> str:
-    """Without what Gloo and this package say in every error."""
+    """The error without the parts that Gloo and this package add to every error."""
     message = re.sub(r"\[/\S+/gloo/\S+\] ", "", message)
     message = re.sub(r"This is typically caused by .*?GLHF!\S* \S+ ", "", message)
     return re.sub(r"\(another rank has probably .*?process group\)", "", message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A short form of the campaign, without the faults that need hosts of their own."""
+"""A short version of the campaign, without the faults that need separate hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import GOOD, Case, cases
 
 pytestmark = pytest.mark.processes
 
-# Each moment once, each fault where it differs most from what the others are doing.
+# Each moment once, and each fault where it differs most from the other ranks' operation.
 CHOSEN = [
     ("plain", "before construction", "stopped", 2, 0),
     ("plain", "in construction", "killed", 3, 1),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Forks the ranks of the campaign from a process that has imported everything once.
 
-Reads one case a line (JSON) from standard input, forks its rank, and writes ``{"started": id,
+Reads one case per line (JSON) from standard input, forks its rank, and writes ``{"started": id,
 "pid": pid}`` and later ``{"ended": id, "status": status}``. A rank reports by lines in its file.
 """
 
@@ -24,13 +24,13 @@ CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
 
 
 def _enter_host(namespace: str) -> None:
-    """Become a process of another host: its network, and process numbers of its own."""
+    """Become a process of another host, with its own network and PID namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as handle:
         if libc.setns(handle.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWPID | CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "cannot enter a namespace")
     child = os.fork()
-    if child:  # stands for the rank
+    if child:  # the parent represents the rank
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 255)
     libc.mount(b"none", b"/", None, 0x44000, None)  # private, so that the mount stays here
@@ -41,7 +41,7 @@ def _shut_sockets() -> None:
     for entry in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(entry))) as one:
-                one.getpeername()  # those that listen have none
+                one.getpeername()  # listening sockets have none
                 one.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -74,7 +74,7 @@ def rank_main(case: dict[str, Any]) -> int:
         elif fault == "exits":
             os._exit(0)
         elif fault.startswith(("stopped", "cut off")):
-            # The campaign does it, and undoes it.
+            # The campaign injects this fault, and reverts it.
             while not os.path.exists(case["go"]):
                 time.sleep(0.01)
         elif fault == "sockets shut":
@@ -92,7 +92,7 @@ def rank_main(case: dict[str, Any]) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=case["timeout"])
-    # As tcp:// does, but for the time that ranks may take to start under load.
+    # As tcp:// does, but with more time for ranks that start under load.
     start = datetime.timedelta(seconds=60)
     store = dist.TCPStore(case["address"], case["port"], world, rank == 0, start)
     store.set_timeout(timeout)
@@ -110,7 +110,7 @@ def rank_main(case: dict[str, Any]) -> int:
             gap = None if culprit is None else told.ranks[culprit].gap_to
             say(straggler=culprit, gap=gap, text=str(told))
         if fault in ("late", "slow"):
-            dist.barrier()  # the last to end a step may be the one that keeps the store
+            dist.barrier()  # the last rank to end a step may host the store
     except BaseException as error:
         say(raised=type(error).__name__, message=str(error))
         traceback.print_exc()
@@ -130,7 +130,7 @@ def _become_rank(case: dict[str, Any]) -> int:
         _enter_host(case["host"])
     os.chdir(case["folder"])
     os.environ["TMPDIR"] = case["folder"]
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp"  # torch makes it when optimizers are imported
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp"  # torch creates it when optimizers are imported
     return rank_main(case)
 
 
@@ -142,7 +142,7 @@ def main() -> None:
     import apex.parallel  # noqa: F401
 
     children: dict[int, int] = {}
-    gc.freeze()  # what is shared with the children stays so
+    gc.freeze()  # keeps memory shared with the children
     print(json.dumps({"ready": True}), flush=True)
     buffer = b""
     while True:
@@ -156,7 +156,7 @@ def main() -> None:
             case = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                # Ends as a script does: with its exit handlers and static destructors.
+                # Exit as a script does, with exit handlers and static destructors.
                 sys.exit(_become_rank(case))
             children[pid] = case["id"]
             print(json.dumps({"started": case["id"], "pid": pid}), flush=True)

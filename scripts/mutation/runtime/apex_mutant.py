@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Imported by mutated modules, and a plugin of pytest: what apex_mutant.h and listener.cpp do."""
+"""Imported by mutated modules, and a pytest plugin. Corresponds to apex_mutant.h and
+listener.cpp."""
 
 import mmap
 import os

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which functions run in which type at level O1.
+"""The functions that level O1 runs in each dtype.
 
-Names are looked up in three namespaces, ``torch``, ``torch.nn.functional`` and ``Tensor``; one that
-does not exist in the installed torch is passed over. What is in no list follows the type of its
-inputs, as torch does by itself (``add``, ``mul``, comparisons, ``cat`` and ``stack`` promote to the
-widest type).
+Names are looked up in three namespaces, ``torch``, ``torch.nn.functional`` and ``Tensor``. Names
+that do not exist in the installed torch are ignored. Unlisted functions run in the dtype of their
+inputs, following torch's own rules (``add``, ``mul``, comparisons, ``cat`` and ``stack`` promote to
+the widest dtype).
 
-The defaults are the tuples of ``defaults``. For each namespace there is a module, as in Apex
+The defaults are the tuples in ``defaults``. As in Apex, there is a module per namespace
 (``torch_overrides``, ``functional_overrides``, ``tensor_overrides``), whose lists ``FP16_FUNCS``,
 ``FP32_FUNCS``, ``CASTS`` and ``BANNED_FUNCS`` may be changed before :func:`apex.amp.initialize`.
 """

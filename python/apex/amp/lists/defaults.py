@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which functions run in which type at level O1, unless a script changes the lists."""
+"""The functions that level O1 runs in each dtype, unless a script changes the lists."""
 
 from __future__ import annotations
 
-#: Run in the low-precision type: matrix products and convolutions, made for tensor cores.
+#: Run in the low-precision dtype: matrix products and convolutions, which tensor cores accelerate.
 LOW_PRECISION = (
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "conv_tbc", "linear", "prelu", "addmm", "addmv", "addr", "addbmm", "baddbmm", "bmm", "matmul",
     "mm", "mv", "__matmul__", "__rmatmul__",
 )  # fmt: skip
 
-#: The recurrent kernels behind nn.RNN, nn.LSTM, nn.GRU and their cells, in ``torch._VF``.
+#: The recurrent kernels of nn.RNN, nn.LSTM, nn.GRU and their cells, in ``torch._VF``.
 LOW_PRECISION_RECURRENT = (
     "rnn_tanh", "rnn_relu", "lstm", "gru",
     "rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell",
 )  # fmt: skip
 
-#: Run in float32: large ranges, sums over many elements, losses.
+#: Run in float32: functions with large ranges, sums over many elements, losses.
 FLOAT32 = (
     # normalizations and activations
     "softmax", "log_softmax", "softmin", "softplus", "gelu", "layer_norm", "group_norm",
@@ -36,19 +36,20 @@ FLOAT32 = (
     "cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var", "renorm",
 )  # fmt: skip
 
-#: Float32 where they reduce a whole tensor to one number, as a loss does; along dimensions, they
-#: follow their input, as in Apex. (A float16 loss overflows at the first scale, 2^16: its gradient,
-#: the scale itself, is above 65504. Other losses are float32 by the list above.)
+#: Run in float32 if they reduce a whole tensor to one number, as a loss does. Along dimensions,
+#: they run in the dtype of their input, as in Apex. (A float16 loss overflows at the first scale,
+#: 2^16: its gradient, which is the scale, exceeds 65504. Other losses are float32 by the list
+#: above.)
 FLOAT32_TO_ONE_NUMBER = ("mean",)
 
-#: Float32 as well, but only as methods of Tensor.
+#: Run in float32, but only as methods of Tensor.
 FLOAT32_METHODS = ("cpu",)
 
-#: Promote their arguments to the widest type among them, where torch itself would raise, and run in
-#: it: autocast casts no matrix product inside.
+#: Promote their arguments to the widest dtype among them, where torch itself would raise. They run
+#: in that dtype; autocast does not cast the matrix products inside.
 PROMOTE = ("bilinear", "cross", "dot", "inner", "vdot")
 
-#: In-place methods whose arguments take the type of the tensor they write to.
+#: In-place methods whose arguments are cast to the dtype of the tensor that they write to.
 CAST_TO_SELF = (
     "addmm_",
     "addmv_",
@@ -58,10 +59,10 @@ CAST_TO_SELF = (
     "addcmul_",
     "addcdiv_",
     "atan2_",
-    "index_copy_",  # of nn.AdaptiveLogSoftmaxWithLoss
+    "index_copy_",  # used by nn.AdaptiveLogSoftmaxWithLoss
 )
 
-#: Losses that are unsafe on low-precision inputs, with the remedy.
+#: Losses that overflow on low-precision inputs, with the remedy.
 BANNED = {
     "binary_cross_entropy": "use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) on the "
     "values before the sigmoid, which is safe, or cast the inputs with .float(), or pass "
@@ -69,7 +70,7 @@ BANNED = {
 }
 
 
-#: Promoted by torch itself, in Apex's lists of functions that promote.
+#: Functions that Apex lists as promoting, and that torch itself promotes.
 PROMOTED_BY_TORCH = (
     "addcdiv", "addcmul", "atan2", "add", "div", "mul", "eq", "equal", "ge", "gt", "le", "lt", "ne",
     "__add__", "__div__", "__eq__", "__ge__", "__gt__", "__iadd__", "__idiv__", "__imul__",
@@ -77,10 +78,10 @@ PROMOTED_BY_TORCH = (
     "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__",
 )  # fmt: skip
 
-#: The same, of functions that take a sequence.
+#: The same for functions that take a sequence.
 SEQUENCES_PROMOTED_BY_TORCH = ("cat", "stack")
 
 
 def existing(names: tuple[str, ...], namespace: object) -> list[str]:
-    """A new list of the `names` that `namespace` has."""
+    """A new list of the `names` that exist in `namespace`."""
     return [name for name in names if hasattr(namespace, name)]

@@ -14,11 +14,11 @@ from .defaults import (
 
 MODULE = torch
 
-#: Run in the low-precision type.
+#: Run in the low-precision dtype.
 FP16_FUNCS = existing(LOW_PRECISION, MODULE)
 #: Run in float32.
 FP32_FUNCS = existing(FLOAT32, MODULE)
-#: Promote to the widest type among their arguments.
+#: Promote to the widest dtype among their arguments.
 CASTS = existing((*PROMOTE, *PROMOTED_BY_TORCH), MODULE)
 SEQUENCE_CASTS = existing(SEQUENCES_PROMOTED_BY_TORCH, MODULE)
 #: Refused with low-precision arguments: name and remedy.

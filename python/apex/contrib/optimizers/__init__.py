@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apex's deprecated optimizers; those of :mod:`apex.optimizers` take their place."""
+"""Apex's deprecated optimizers. :mod:`apex.optimizers` replaces them."""
 
 from typing import Any
 

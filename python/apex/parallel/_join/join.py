@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Uneven inputs: what ``DistributedDataParallel.join()`` does.
+"""Uneven inputs: the implementation of ``DistributedDataParallel.join()``.
 
-A rank that has run out of batches takes part in what the others still do, with zeros. Those with
-data announce each forward and backward to it, in a small all-reduce.
+A rank that has run out of batches takes part in the others' collectives, with zeros. Ranks with
+data announce each forward and backward to it by a small all-reduce.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from apex.parallel.syncbn_group import default_group_name
 
 
 class Join:
-    """One ``with ddp.join():``; a context manager, used once."""
+    """The context manager of one ``with ddp.join():``. Can be used once."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Join:
     # --- while this rank has data ---
 
     def announce_forward(self, synchronizes_buffers: bool) -> int:
-        """Returns the rank whose buffers are taken."""
+        """Announce a forward; returns the rank whose buffers are used."""
         event = self._reducer.announce(Kind.FORWARD, int(synchronizes_buffers))
         self._check(event.active)
         return event.active[0]
@@ -92,7 +92,7 @@ class Join:
         self._reducer.announce(Kind.CUSTOM, 4 * module.num_features)
 
     def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
-        """A loss scaler is about to combine its overflow flags over `group`."""
+        """Announce that a loss scaler is about to combine its overflow flags over `group`."""
         if not self._has_data:
             return
         known = [index for index, one in enumerate(self._all_scalers()) if one is scaler]
@@ -116,7 +116,7 @@ class Join:
                 "least one rank that exhausted inputs.)"
             )
 
-    # --- when it has none ---
+    # --- after this rank has run out of data ---
 
     def _shadow_others(self) -> None:
         shadowed = self._has_data = False
@@ -136,7 +136,7 @@ class Join:
         elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
             scaler = self._all_scalers()[-1 - argument]
             scaler.synchronize(scaler.overflow_group, has_loss=False)
-            scaler.clear_overflow_state()  # as if it had never seen them: it will get a state
+            scaler.clear_overflow_state()  # discard them: the scaler gets a state at the end
         elif kind == Kind.CUSTOM:
             _shadow_batch_norm(argument // 4, argument % 4, self._engine.device)
         elif kind == Kind.BACKWARD:
@@ -154,8 +154,8 @@ class Join:
             self._engine.sync_buffers(root)
 
     def _take_final_state(self, shadowed: bool) -> None:
-        """Parameters, buffers and scalers of a rank that trained to the end, for those that did
-        not."""
+        """Copy parameters, buffers and scalers of a rank that trained to the end to the ranks that
+        did not."""
         group = self._group
         scalers = self._all_scalers()
         root = self._reducer.last_with_data(shadowed, len(scalers))
@@ -175,7 +175,7 @@ class Join:
             if shadowed:
                 for scaler, state in zip(scalers, states, strict=True):
                     scaler.load_state_dict(state)
-        # Nobody goes on, and perhaps ends, before all have what was sent.
+        # No rank may continue, and possibly exit, before all have received the data.
         nothing = [torch.zeros(1, device=device)]
         _core.all_reduce_coalesced(nothing, name_of(group), 1.0, "end of join()")
 
@@ -187,9 +187,9 @@ def _take_full_values(
     device: torch.device,
     takes: bool,
 ) -> None:
-    """What rank ``root`` knows of its low-precision parameters in float32, its master weights."""
+    """Broadcast rank ``root``'s float32 values of low-precision parameters (master weights)."""
     what = "broadcast of master weights at the end of join()"
-    # Not pickled: the C++ wrapper sends it, too.
+    # Not pickled, because the C++ wrapper sends it too.
     there = torch.tensor([has_full_values(module)], dtype=torch.uint8, device=device)
     _core.broadcast_coalesced([there], name_of(group), root, what)
     if not there:
@@ -205,7 +205,7 @@ def _take_full_values(
 def _broadcast_object(
     value: Any, group: dist.ProcessGroup, root: int, device: torch.device, what: str
 ) -> Any:
-    """What rank ``root`` passes as ``value``; anything that can be pickled."""
+    """The ``value`` of rank ``root``, which may be anything that can be pickled."""
     sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([sent.numel()], device=device)
     _core.broadcast_coalesced([size], name_of(group), root, what)
@@ -216,8 +216,8 @@ def _broadcast_object(
 
 
 def _shadow_batch_norm(length: int, kind: int, device: torch.device) -> None:
-    """Takes part in one exchange of a SyncBatchNorm with an empty batch on `device`, which adds
-    nothing; `kind` as C++'s Reducer announces it."""
+    """Take part in one exchange of a SyncBatchNorm with an empty batch on `device`, which adds
+    nothing. `kind` is the code that C++'s Reducer announces."""
     ops, group = torch.ops.apex, default_group_name()
     if kind >= 2:
         dtype = torch.float32 if kind == 2 else torch.float64

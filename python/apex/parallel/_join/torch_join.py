@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torch.distributed.algorithms.join.Join`` with the wrapper, e.g. beside a
-ZeroRedundancyOptimizer.
+"""Uneven inputs: the wrapper in ``torch.distributed.algorithms.join.Join``, for example together
+with a ZeroRedundancyOptimizer.
 
 Note [Iterations of torch's Join]
 
-Torch's Join counts iterations: a rank with data tells the others at its first collective of each,
-and a rank without runs the main_hook() of every object once for it. Our join() announces each
-forward and backward, until all ranks have ended. Here the first frames the second: a synchronized
-forward begins an iteration of torch's, and in its main_hook() a rank without data follows our
-announcements up to the backward; then the other objects have their turn. So an iteration has one
-forward and one backward. Those in no_sync() are not part of any, and are not announced.
+Torch's Join counts iterations. A rank with data notifies the others at its first collective of each
+iteration, and a rank without data then runs the main_hook() of every object once. Our join()
+announces each forward and backward until all ranks have ended. Here, the two are combined. A
+synchronized forward begins an iteration of torch's Join. In its main_hook(), a rank without data
+follows our announcements up to the backward, and then the other objects run their hooks. So an
+iteration has one forward and one backward. Forwards and backwards in no_sync() belong to no
+iteration and are not announced.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from apex.parallel._join.join import Join
 
 
 class TorchJoinHook(torch_join.JoinHook):
-    """Held by torch's Join alone, so that the wrapper is freed from one that an exception has
-    ended."""
+    """A hook that only torch's Join references, so that the wrapper can be freed after a Join that
+    an exception has ended."""
 
     def __init__(self, state: TorchJoin) -> None:
         super().__init__()
@@ -35,24 +36,24 @@ class TorchJoinHook(torch_join.JoinHook):
         weakref.finalize(self, state.end).atexit = False
 
     def main_hook(self) -> None:
-        """Takes part in one iteration of the ranks with data."""
+        """Take part in one iteration of the ranks with data."""
         self._state.follow_iteration()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes over what a rank that trained to the end has; the wrapper is an ordinary one
-        again."""
+        """Copy the state of a rank that trained to the end, and end the wrapper's part in the
+        join."""
         self._state.finish(not is_last_joiner)
 
 
 class TorchJoin(Join):
-    """A wrapper's part in one of torch's Join."""
+    """A wrapper's part in one Join of torch."""
 
     def __init__(self, wrapper: Any, divide_by_initial_world_size: bool) -> None:
         super().__init__(wrapper._engine, divide_by_initial_world_size, False, [])
         self._wrapper = wrapper
         self.config: Any = None  # torch's _JoinConfig
         self._announces = False
-        # Synchronized backwards before the forward that was announced last; None: there was none.
+        # Synchronized backwards before the last announced forward; None: no forward was announced.
         self._backwards: int | None = None
 
     def begin(self, config: Any) -> None:
@@ -60,7 +61,7 @@ class TorchJoin(Join):
 
         Raises:
             ValueError: if the wrapper is not the first of its objects.
-            RuntimeError: in another join.
+            RuntimeError: inside another join.
         """
         engine = self._engine
         if not config.enable:
@@ -72,7 +73,7 @@ class TorchJoin(Join):
                 "optimizers come after it."
             )
         if isinstance(engine.join, TorchJoin):
-            engine.join.end()  # an exception has ended it, and its Join is held still
+            engine.join.end()  # an exception ended that Join, and its object still exists
         elif engine.join is not None:
             raise RuntimeError("torch's Join inside join(): use one of them.")
         self.config = config
@@ -128,7 +129,7 @@ class TorchJoin(Join):
             "amp.initialize(overflow_group=False)."
         )
 
-    # --- when it has none ---
+    # --- after this rank has run out of data ---
 
     def follow_iteration(self) -> None:
         reducer = self._reducer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a process of ``multiproc`` does before it becomes the script, and the end of its children.
+"""Prepares a process of ``multiproc`` before it becomes the script, and kills child processes.
 
-Run by path, with the standard library alone. The process id stays the same.
+Run by path, with the standard library only. The process id does not change.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process; on Linux only."""
+    """Set an attribute of this process. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def kill_children(limit_s: float = 5.0) -> None:
-    """Kills the children of this process, and as a subreaper all descendants; on Linux only."""
+    """Kill the children of this process and, for a subreaper, all descendants. Linux only."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        with contextlib.suppress(OSError):  # threads and processes end meanwhile
+        with contextlib.suppress(OSError):  # threads and processes may end in the meantime
             lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
             if not (pids := " ".join(lists).split()):
                 return
@@ -37,8 +37,9 @@ def kill_children(limit_s: float = 5.0) -> None:
 
 
 def main(launcher: str, options: str, *command: str) -> None:
-    """Becomes the command, with options added: ``--rank=RANK``, an option and its variable."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves no rank behind
+    """Replace this process by the command with added options: ``--rank=RANK`` is an option and its
+    environment variable."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the launcher is killed, this process is too
     if os.getppid() != int(launcher):
         sys.exit("multiproc: the launcher has ended.")
     if os.environ["RANK"] != "0":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``multiproc`` reads in a script and its arguments, without running it."""
+"""Reads what ``multiproc`` needs from a script and its arguments, without running the script."""
 
 import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-#: The options for a process's place in the job, and the environment variables with their values.
+#: Options that give a process its place in the job, and the environment variables of their values.
 RANK_OPTIONS = {
     "--rank": "RANK",
     "--world-size": "WORLD_SIZE",
@@ -29,7 +29,7 @@ def options_taken(script: Path) -> tuple[str, ...]:
 
 
 def appended(options: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
-    """The first of these options per value, unless the arguments give the value already."""
+    """The first of these options for each value that the arguments do not already set."""
     given = {RANK_OPTIONS.get(argument.partition("=")[0]) for argument in arguments}
     by_value: dict[str, str] = {}
     for option in options:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What other packages need in order to use apex.parallel; each module needs its package."""
+"""Integrations of apex.parallel with other packages. Each module needs its package."""

@@ -2,8 +2,8 @@
 """A strategy for Lightning whose wrapper is ``apex.parallel.DistributedDataParallel``.
 
 Importing this module registers ``"apex"`` with Lightning, so that ``Trainer(strategy="apex")``
-finds it. It needs the package ``lightning``, and is for that package's ``Trainer``: the one of
-``pytorch_lightning`` takes no strategy of ``lightning``.
+finds it. It needs the package ``lightning`` and works with that package's ``Trainer``. The
+``Trainer`` of ``pytorch_lightning`` does not accept strategies of ``lightning``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ApexStrategy", "ApexSyncBatchNorm"]
 
-#: Chosen by the Trainer.
+#: Options that the Trainer sets.
 _OF_THE_TRAINER = {"self", "module", "device_ids", "output_device", "process_group", "device_mesh"}
 _OPTIONS = set(inspect.signature(DistributedDataParallel).parameters) - _OF_THE_TRAINER
 _OF_LIGHTNING = set(inspect.signature(DDPStrategy.__init__).parameters) - {"self", "kwargs"}
-#: How the ranks are started, by registered name; torchrun and srun start them before that.
+#: How Lightning starts the ranks, by registered name. torchrun and srun start them themselves.
 _START_METHODS = {
     "apex": "popen",
     "apex_spawn": "spawn",
@@ -41,9 +41,9 @@ _START_METHODS = {
 
 
 class ApexSyncBatchNorm(LayerSync):
-    """What ``Trainer(sync_batchnorm=True)`` does with :class:`ApexStrategy`.
+    """The layer synchronization of ``Trainer(sync_batchnorm=True)`` with :class:`ApexStrategy`.
 
-    :func:`convert_syncbn_model` before ``fit``, and :func:`revert_syncbn_model` after it.
+    It calls :func:`convert_syncbn_model` before ``fit``, and :func:`revert_syncbn_model` after it.
     """
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -58,22 +58,22 @@ class ApexSyncBatchNorm(LayerSync):
 class ApexStrategy(DDPStrategy):
     """Lightning's ``DDPStrategy`` with :class:`apex.parallel.DistributedDataParallel`.
 
-    ``Trainer(strategy=ApexStrategy(...))``, or ``Trainer(strategy="apex")`` for the defaults. The
-    names ``"apex_spawn"``, ``"apex_fork"`` and ``"apex_notebook"`` start the ranks as Lightning's
-    ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` do.
+    Use ``Trainer(strategy=ApexStrategy(...))``, or ``Trainer(strategy="apex")`` for the defaults.
+    The names ``"apex_spawn"``, ``"apex_fork"`` and ``"apex_notebook"`` start the ranks as
+    Lightning's ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` do.
 
     Args:
-        *args: those of ``DDPStrategy``.
-        **kwargs: those of ``DDPStrategy`` and options of the wrapper, with the wrapper's defaults:
-            so ``broadcast_buffers`` is False. The module, its devices and the process group are
-            Lightning's to choose.
+        *args: arguments of ``DDPStrategy``.
+        **kwargs: arguments of ``DDPStrategy``, and options of the wrapper. The wrapper's defaults
+            apply, so ``broadcast_buffers`` is False. Lightning chooses the module, its devices and
+            the process group.
 
     Raises:
         TypeError: for an option that neither of the two has.
 
-    A ``ddp_comm_hook`` is registered on the CPU as well. ``Trainer(sync_batchnorm=True)`` converts
-    to :class:`apex.parallel.SyncBatchNorm`. Manual optimization needs no option, and parameters
-    that a step does not use need none.
+    A ``ddp_comm_hook`` is also registered on the CPU. ``Trainer(sync_batchnorm=True)`` converts
+    to :class:`apex.parallel.SyncBatchNorm`. Manual optimization and parameters that a step does not
+    use need no option.
     """
 
     strategy_name = "apex"
@@ -94,19 +94,19 @@ class ApexStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Enters the names into a registry of Lightning; importing this module does so."""
+        """Add the names to a registry of Lightning. Importing this module does so."""
         for name, start_method in _START_METHODS.items():
             strategy_registry.register(
                 name,
                 cls,
                 description=f"apex.parallel, with `start_method` '{start_method}'",
-                override=True,  # a module that is imported again registers again
+                override=True,  # importing the module again registers again
                 start_method=start_method,
             )
 
     def setup(self, trainer: Any) -> None:
         """Called by Lightning before it trains, evaluates or predicts."""
-        # The Trainer sets it after the strategy was constructed, so it is replaced here.
+        # The Trainer sets _layer_sync after the strategy was constructed, so it is replaced here.
         if isinstance(self._layer_sync, TorchSyncBatchNorm):
             self._layer_sync = ApexSyncBatchNorm()
         super().setup(trainer)
@@ -116,14 +116,14 @@ class ApexStrategy(DDPStrategy):
         return DistributedDataParallel(model, device_ids=devices, **self._wrapper_options)
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning's own asserts that the model is torch's wrapper.
+        # Lightning's own method asserts that the model is torch's wrapper.
         hook, around = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             hook = hook if around is None else around(hook)
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
     def teardown(self) -> None:
-        """Called by Lightning when ``fit`` has ended, or failed: the module is unwrapped."""
+        """Called by Lightning when ``fit`` has ended or failed. Unwraps the module."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         super().teardown()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A ``Trainer`` of transformers whose steps are those of one process with the batches of all ranks.
+"""A ``Trainer`` of transformers that trains as one process with the batches of all ranks would.
 
-It needs the packages ``transformers`` and ``accelerate``, as transformers' own ``Trainer`` does.
+Like transformers' own ``Trainer``, it needs the packages ``transformers`` and ``accelerate``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["WeightedTrainer"]
 
-_IGNORED = -100  # a label that does not count, in every loss of transformers
+_IGNORED = -100  # the label that every loss of transformers ignores
 
 
 class _Accelerator(Accelerator):
@@ -41,7 +41,7 @@ class _Accelerator(Accelerator):
         alone = self.distributed_type == DistributedType.NO
         if evaluation_mode or alone or not _trains(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        # Autocast, device and compilation are Accelerate's.
+        # Accelerate handles autocast, device and compilation.
         module = super().prepare_model(model, device_placement, evaluation_mode=True)
         options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
         wrapped: Any = DistributedDataParallel(module, gradient_average="weighted", **options)
@@ -65,18 +65,18 @@ def _trains(model: nn.Module) -> bool:
 class WeightedTrainer(Trainer):
     """transformers' ``Trainer`` with :class:`apex.parallel.DistributedDataParallel`.
 
-    The gradient of each optimizer step is that of the mean loss over all labels of the step: of all
-    ranks and of all micro-batches of ``gradient_accumulation_steps``, however many labels each of
-    them has. The gradient norm, clipping and the logged loss are those of that gradient and mean.
+    The gradient of each optimizer step is that of the mean loss over all labels of the step: those
+    of all ranks and of all micro-batches of ``gradient_accumulation_steps``, for any numbers of
+    labels. The gradient norm, clipping and the logged loss use that gradient and mean.
 
-    The model's loss must be a mean over the items of one micro-batch, of which
-    :meth:`count_items` returns the number. No ``num_items_in_batch`` is passed to the model,
-    ``compute_loss`` or ``compute_loss_func``, which then return such a mean.
+    The model's loss must be a mean over the items of one micro-batch, and :meth:`count_items` must
+    return the number of these items. ``num_items_in_batch`` is not passed to the model,
+    ``compute_loss`` or ``compute_loss_func``, so they return such a mean.
 
     Takes the arguments of ``Trainer``, and the ``ddp_*`` options of ``TrainingArguments``.
-    ``average_tokens_across_devices`` has no effect on training. A Trainer derived from ``Trainer``
-    can be combined: ``class MyTrainer(WeightedTrainer, Seq2SeqTrainer): pass``. A process that is
-    not part of a distributed job trains alone, with the same meaning.
+    ``average_tokens_across_devices`` has no effect on training. A class derived from ``Trainer``
+    can be combined with it: ``class MyTrainer(WeightedTrainer, Seq2SeqTrainer): pass``. A process
+    outside of a distributed job trains alone, with the same results.
 
     Raises:
         ValueError: with FSDP, DeepSpeed, tensor or context parallelism, or several GPUs in one
@@ -84,7 +84,7 @@ class WeightedTrainer(Trainer):
     """
 
     accelerator: Any  # set by Trainer
-    _summed_loss: Any = 0.0  # of this rank, since the last synchronized backward
+    _summed_loss: Any = 0.0  # of this rank since the last synchronized backward
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by ``Trainer`` when it is constructed."""
@@ -105,12 +105,12 @@ class WeightedTrainer(Trainer):
     def count_items(self, inputs: Any) -> Tensor:
         """The number of items over which the loss of a micro-batch is a mean.
 
-        Override it for a loss that is a mean over something else. By default the labels that are
-        not -100, without the first of each sequence where the model's loss shifts them; without a
-        tensor of labels, the number of samples.
+        Override it for a loss that is a mean over something else. By default, it counts the labels
+        that are not -100. If the model's loss shifts labels, the first label of each sequence is
+        not counted. Without a tensor of labels, it is the number of samples.
 
         Args:
-            inputs: the micro-batch, as the data loader has it.
+            inputs: the micro-batch, as the data loader returns it.
 
         Returns:
             A tensor of shape ``[]``, on the device of the labels. If it is 0, the loss may be NaN,
@@ -127,8 +127,8 @@ class WeightedTrainer(Trainer):
         return torch.tensor(len(samples), device="cpu")
 
     def _shifts_labels(self) -> bool:
-        # Trainer's own flag misses GPT2LMHeadModel and others whose class name is not that of a
-        # loss: their loss is the one of causal models by default.
+        # Trainer's own flag misses GPT2LMHeadModel and other classes that are not named after a
+        # loss. They use the loss of causal models by default.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
         return self._loss_shifts_labels or (
@@ -144,7 +144,7 @@ class WeightedTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro-batches of a step, and the number of items in those of this process alone."""
+        """The micro-batches of a step, and the number of items in them on this process."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, sum(self.count_items(batch) for batch in batches)
 
@@ -153,17 +153,20 @@ class WeightedTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward of one micro-batch.
 
-        Returns the mean loss of the step, the same on every rank, if this micro-batch is its last,
-        and else 0; the Trainer adds them up for its log. In the last one it is collective.
+        For the last micro-batch of a step, returns the mean loss of the step, the same on every
+        rank. For the others, returns 0. The Trainer sums these values for its log. The last
+        micro-batch of a step is collective.
         """
         model.train()
-        if callable(train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+        # for schedule-free optimizers
+        if callable(train := getattr(self.optimizer, "train", None)):
             train()
         inputs = self._prepare_inputs(inputs)
         items = self.count_items(inputs)  # compute_loss() may remove the labels
         with self.compute_loss_context_manager():
             mean = self.compute_loss(model, inputs)
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # a sum may not fit float16
+        # a sum may exceed the range of float16
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
         items = items.to(mean.device)
         # A mean over no items is NaN.
         loss: Tensor = torch.where(items > 0, mean * items, torch.zeros_like(mean))
