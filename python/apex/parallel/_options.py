@@ -55,7 +55,7 @@ def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth: Any) -> bool:
-    """Return delay_allreduce of ``(module, device_ids, third, fourth)``, torch's order of arguments.
+    """Return delay_allreduce of ``(module, device_ids, third, fourth)``, torch's order.
 
     The third argument is Apex's delay_allreduce, or None, which is torch's output_device. A device
     index there raises TypeError: it would mean True on rank 1 and False on rank 0.

@@ -892,7 +892,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Like ``nn.Module``'s, for keys with or without the prefix ``module.``.
 
         Every process has to load the same state, because nothing is communicated here. Where
-        replicas are compared (``replica_check_every``), the next backward compares all of the state.
+        replicas are compared (``replica_check_every``), the next backward compares all of it.
 
         Raises:
             RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
