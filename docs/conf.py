@@ -21,7 +21,6 @@ from sphinx.util import logging  # noqa: E402
 #: What a page has as `<!-- generated: NAME -->`.
 GENERATED = {
     "cpp": reference_cpp.reference,
-    "messages": reference_messages.reference,
     "options_cmake": reference_options.cmake,
     "options_cpp": reference_options.cpp,
     "options_launcher": reference_options.launcher,
@@ -77,7 +76,8 @@ html_title = f"apex-parallel {release}"
 
 def _read_page(app: object, docname: str, source: list[str]) -> None:
     """Puts in what is generated; unlinks files of the repository that are not part of the site."""
-    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), source[0])
+    text = reference_messages.fill(source[0]) if docname == "errors" else source[0]
+    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), text)
     folder = (ROOT / "docs" / docname).parent
 
     def unlink(link: re.Match[str]) -> str:
