@@ -60,7 +60,7 @@ def _use_sources() -> list[str]:
 
 
 def _repository() -> str:
-    """Where the sources are published, or "": as for the wheel, or as the service says that builds."""
+    """Where the sources are published, or "": from the variable of the wheel, or of a service."""
     on_github = "GITHUB_REPOSITORY" in os.environ and (
         f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
     )
