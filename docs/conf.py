@@ -4,6 +4,7 @@
 Needs torch, but no built package: the docstrings are read from the sources.
 """
 
+import os
 import re
 import sys
 import types
@@ -21,7 +22,6 @@ from sphinx.util import logging  # noqa: E402
 #: The contents of `<!-- generated: NAME -->` in pages.
 GENERATED = {
     "cpp": reference_cpp.reference,
-    "messages": reference_messages.reference,
     "options_cmake": reference_options.cmake,
     "options_cpp": reference_options.cpp,
     "options_launcher": reference_options.launcher,
@@ -59,6 +59,17 @@ def _use_sources() -> list[str]:
     return ["apex._core"]
 
 
+def _repository() -> str:
+    """Where the sources are published, or "": from the variable of the wheel, or of a service."""
+    on_github = "GITHUB_REPOSITORY" in os.environ and (
+        f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    )
+    url = (
+        os.environ.get("APEX_SOURCE_URL") or os.environ.get("READTHEDOCS_GIT_CLONE_URL")
+    ) or on_github
+    return (url or "").removesuffix("/").removesuffix(".git")
+
+
 project = "apex-parallel"
 release = version = _version()
 copyright = "the apex-parallel authors"
@@ -66,24 +77,44 @@ copyright = "the apex-parallel authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+repository = _repository()
+html_theme_options: dict[str, object] = {}
+if repository:
+    icon = {"name": "Repository", "url": repository, "html": "repository", "class": ""}
+    html_theme_options["footer_icons"] = [icon]
+if repository.startswith("https://github.com/"):  # furo knows where pages are shown there
+    html_theme_options |= {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_title = f"apex-parallel {release}"
 
 
 def _read_page(app: object, docname: str, source: list[str]) -> None:
-    """Insert generated text. Unlink files of the repository that are not part of the site."""
-    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), source[0])
+    """Puts in what is generated; files that are not part of the site are links to the repository.
+
+    Where it is not known, they are not links.
+    """
+    text = reference_messages.fill(source[0]) if docname == "errors" else source[0]
+    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), text)
     folder = (ROOT / "docs" / docname).parent
 
     def unlink(link: re.Match[str]) -> str:
         target = (folder / link[2]).resolve()
-        outside = target.exists() and ROOT / "docs" not in target.parents
-        return link[1] if outside else link[0]
+        if not target.exists() or ROOT / "docs" in target.parents:
+            return link[0]
+        if repository:
+            return f"[{link[1]}]({repository}/blob/main/{target.relative_to(ROOT)})"
+        return link[1]
 
     source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, text)
 

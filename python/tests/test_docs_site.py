@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 
 #: Runs conf.py as Sphinx does, and imports the names on the page of the Python reference.
 PROGRAM = """
-import importlib, json, runpy, sys
+import importlib, json, pathlib, runpy, sys
 from sphinx.ext.autodoc.mock import mock
 
 installed = json.loads(sys.argv[3])
@@ -29,6 +29,9 @@ if not installed:
     import importlib.util
     assert importlib.util.find_spec("apex") is None, "the package is installed"
 settings = runpy.run_path(sys.argv[1])
+assert settings["html_theme_options"]["source_repository"] == "https://github.com/owner/name"
+for name in settings["html_css_files"] + settings["html_js_files"]:
+    assert (pathlib.Path(sys.argv[1]).parent / "static" / name).is_file(), name
 with mock(settings["autodoc_mock_imports"]):
     for name in json.loads(sys.argv[2]):
         module, _, attribute = name.rpartition(".")
@@ -70,7 +73,7 @@ def test_conf_imports_what_the_reference_names(installed: bool, tmp_path: Path) 
     page = (DOCS / "api.md").read_text()
     names = re.findall(r"auto(?:class|function|exception):: ([\w.]+)", page)
     assert len(names) > 20
-    environment = dict(os.environ)
+    environment = {**os.environ, "APEX_SOURCE_URL": "https://github.com/owner/name.git"}
     options = []
     if not installed:
         environment["PYTHONPATH"] = folders_without_apex(tmp_path)
