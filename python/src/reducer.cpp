@@ -275,6 +275,7 @@ void init_reducer(nb::module_& m) {
       .def_rw("gradient_predivide_factor", &ReducerOptions::gradient_predivide_factor)
       .def_rw("static_graph", &ReducerOptions::static_graph)
       .def_rw("init_sync", &ReducerOptions::init_sync)
+      .def_rw("begins_alike", &ReducerOptions::begins_alike, nb::arg().none())
       .def_rw("check_finite", &ReducerOptions::check_finite)
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)

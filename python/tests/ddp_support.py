@@ -21,7 +21,9 @@ import os
 import pickle
 import platform
 import random
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -249,6 +251,7 @@ class RankPool:
             waiting = [self._pipes[rank] for rank in range(world) if rank not in replies]
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
+                self._show_stacks([rank for rank in range(world) if rank not in replies])
                 break
             for pipe in ready:
                 rank = self._pipes.index(pipe)
@@ -260,6 +263,18 @@ class RankPool:
                 if replies[rank][0] != "ok" and rank not in lost:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies
+
+    def _show_stacks(self, silent: list[int]) -> None:
+        """Print the native stacks of ranks that do not reply, if gdb is installed."""
+        if shutil.which("gdb") is None:
+            return
+        for rank in silent:
+            command = ["gdb", "-p", str(self._processes[rank].pid), "-batch", "-ex"]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(
+                    [*command, "thread apply all bt 24"], capture_output=True, text=True, timeout=60
+                )
+                print(f"rank {rank} does not reply:\n{done.stdout[-20000:]}", file=sys.stderr)
 
     def _start(self, world: int) -> None:
         """Start the missing processes for ``world`` ranks."""

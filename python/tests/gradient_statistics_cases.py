@@ -36,7 +36,7 @@ class Net(nn.Module):
     def __init__(self, pick: random.Random, dtype: torch.dtype) -> None:
         super().__init__()
         wide = dtype in (torch.float32, torch.float64)  # torch cannot add sparse tensors of 16 bits
-        width = pick.choice([3, 17, 40])
+        width = pick.choice([3, 17, 40, 90])  # above 16 KiB, ranks sum shares
         self.first = nn.Linear(6, width)
         self.table = nn.Embedding(7, width, sparse=wide and pick.random() < 0.2)
         self.branches = nn.ModuleList(nn.Linear(width, width) for _ in range(3))

@@ -185,6 +185,71 @@ def test_gradient_statistics_clip_other_gradients(ranks: RankPool) -> None:
     ranks.run(2, _clip_other_gradients)
 
 
+class _Parts(nn.Module):
+    """The gradient of each parameter is an argument; None: it is not used."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        used = zip(self.parts, grads, strict=True)
+        return torch.stack([(part * grad).sum() for part, grad in used if grad is not None]).sum()
+
+
+def _large_in_place(rank: int, world: int) -> None:
+    """Hazards: measured in the sum of shares, and lost when the plan is extended; or counted of a
+    rank that does not use the parameter, as no other gradient is. Reference: float64, by rank."""
+    sizes = (5, 100_001, 7)
+    for case in ("used for the first time", "unused on rank 1"):
+        ddp = DistributedDataParallel(
+            _Parts(*sizes), gradient_statistics=True, bucket_cap_mb=0.01, init_sync=False
+        )
+        for step in range(4):
+            grads: list[list[Any]] = []
+            for r in range(world):
+                seed = torch.Generator().manual_seed(10 * step + r)
+                grads.append([torch.randn(size, generator=seed) for size in sizes])
+                if case == "used for the first time" and step < 2:
+                    grads[r][2] = None
+                if case == "unused on rank 1" and step == 3 and r == 1:
+                    grads[r][1] = None  # its gradient of the step before is still there
+            if step < 3 or case == "used for the first time":
+                ddp.zero_grad()
+            before = [0.0 if p.grad is None else p.grad.clone() for p in ddp.module.parts]
+            ddp(grads[rank]).backward()
+            found = ddp.gradient_statistics()
+            assert found is not None
+            for r in range(world):
+                late = 2 if case == "used for the first time" and step == 2 else None
+                given = [
+                    old + grad
+                    for i, (old, grad) in enumerate(zip(before, grads[r], strict=True))
+                    if grad is not None and i != late
+                ]
+                what = f"{case}, step {step}, rank {r}"
+                near(found.rank_norms[r], total(given), 1e-4, what)
+
+
+def test_gradient_statistics_of_large_gradients_in_place(ranks: RankPool) -> None:
+    ranks.run(2, _large_in_place)
+    ranks.run(3, _large_in_place)
+
+
+def _too_large(rank: int, world: int) -> None:
+    """Hazard: a norm that is finite in float64 only. Reference: torch's function."""
+    ddp = DistributedDataParallel(_Parts(64), gradient_statistics=True)
+    ddp([torch.full((64,), 1e38)]).backward()
+    with raises(RuntimeError, "non-finite"):
+        ddp.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    (part,) = ddp.module.parts
+    check_equal(part.grad, torch.full((64,), 1e38), "the gradient")
+
+
+def test_gradient_statistics_clip_of_a_norm_above_float32_raises(ranks: RankPool) -> None:
+    ranks.run(2, _too_large)
+
+
 def _no_passes(rank: int, world: int) -> None:
     """Where gradients are copied, they are not read again: no torch operator is called."""
     counts = {}

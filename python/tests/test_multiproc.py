@@ -82,7 +82,8 @@ FAIL = """
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(int(how))
     if "HANDLES_SIGTERM" in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        code = int(os.environ["HANDLES_SIGTERM"])
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
     while True:
         signal.pause()
 """
@@ -226,6 +227,7 @@ def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
     nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     for done in job.run_nodes(2, *nodes, "../job.py"):
         assert done.returncode == 0, done.stderr
+        assert "recvValue" not in done.stderr  # the store ends after the last node has left it
     assert job.ranks() == [0, 1, 2, 3]
     assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
     # Ranks without output leave no file, on either node.
@@ -313,6 +315,7 @@ def test_world_size_of_script_is_the_number_of_processes(job: Job) -> None:
         ("print('--rank')", set()),
         ("p.add_argument('--ranking')", set()),
         ("this is no python", set()),
+        ("x = " + "-" * 9999 + "1", set()),  # too deep for ast.parse()
     ],
 )
 def test_options_taken_source_is_read(tmp_path: Path, source: str, options: set[str]) -> None:
@@ -383,7 +386,8 @@ def test_world_size_is_found_in_every_spelling(arguments: list[str], expected: i
         ("raise", 1, "ValueError: no more apples", {}),
         ("7", 7, "failed with exit code 7", {}),
         ("kill", 137, "failed with signal SIGKILL", {}),
-        ("kill", 137, "failed with signal SIGKILL", {"HANDLES_SIGTERM": "1"}),
+        ("kill", 137, "failed with signal SIGKILL", {"HANDLES_SIGTERM": "0"}),
+        ("7", 7, "failed with exit code 7", {"HANDLES_SIGTERM": "3"}),
     ],
 )
 def test_failing_rank_stops_all_and_is_shown(
@@ -407,6 +411,76 @@ def test_failing_ranks_each_is_named_with_its_traceback(job: Job) -> None:
     assert done.returncode == 1
     assert "ValueError: fault of 0" in done.stderr
     assert "multiproc: rank 0 failed with exit code 1; see above\n" in done.stderr
+
+
+@pytest.mark.processes
+def test_failing_rank_with_a_long_line_only_its_end_is_shown(job: Job) -> None:
+    job.write(
+        "import os, sys\n",
+        'print("x" * 1_000_000, "the end")\n',
+        'sys.exit(3 * int(os.environ["RANK"]))\n',
+    )
+    done = job.run("--nproc=2", "job.py")
+    assert done.returncode == 3
+    assert "x the end\n" in done.stderr
+    assert len(done.stderr) < 100_000
+
+
+def test_signal_without_a_name_is_reported_by_number(capsys: pytest.CaptureFixture[str]) -> None:
+    logs = multiproc.RankLogs()
+    logs.files = {}
+    failure = multiproc.ProcessFailure(local_rank=0, pid=1, exitcode=-40, error_file="")
+    assert multiproc._report({0: failure}, [0], logs) == 168
+    assert capsys.readouterr().err == "multiproc: rank 0 failed with signal 40; see above\n"
+
+
+#: The launcher, whose stderr has no reader.
+UNREAD = """
+    import os, sys
+    from apex.parallel import multiproc
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    sys.exit(multiproc.main())
+"""
+#: The launcher as nohup starts it.
+NOHUP = """
+    import signal, sys
+    from apex.parallel import multiproc
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    sys.exit(multiproc.main())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("launcher", "source", "code"),
+    [
+        (UNREAD, "sys.exit(7)\n", 7),
+        (NOHUP, "os.kill(os.getppid(), signal.SIGHUP)\n", 0),
+    ],
+    ids=["stderr without a reader", "nohup"],
+)
+def test_terminal_that_is_closed_does_not_change_the_exit_code(
+    job: Job, launcher: str, source: str, code: int
+) -> None:
+    job.write("import os, signal, sys\n", source)
+    script = job.folder / "launcher.py"
+    script.write_text(textwrap.dedent(launcher))
+    whole = job.environment()
+    done = run_script(script, "--nproc=1", "job.py", cwd=job.folder, env=whole, timeout_s=TIMEOUT_S)
+    assert done.returncode == code, done.stderr
+
+
+def test_second_signal_shortens_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(
+        multiproc.LocalElasticAgent, "_shutdown", lambda _self, _signal, wait: waits.append(wait)
+    )
+    agent = object.__new__(multiproc.Agent)
+    agent._shutdown()
+    agent._shutdown()
+    assert waits == [30, 1]
 
 
 @pytest.mark.processes
@@ -455,6 +529,30 @@ def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
     assert "ValueError: no more apples" in ends[failing].stderr
     assert f"multiproc: node {1 - failing}: node {failing} has failed;" in ends[1 - failing].stderr
     assert job.living() == []
+
+
+#: Rank 1 fails when node 0's launcher has reaped rank 0.
+FAILS_AFTER_NODE_0 = """
+    import os, pathlib, sys, time
+    place = pathlib.Path(os.environ["REPORT_TO"], "0")
+    if os.environ["RANK"] == "0":
+        place.with_suffix(".new").write_text(str(os.getpid()))
+        place.with_suffix(".new").rename(place)
+        sys.exit()
+    while not place.exists() or pathlib.Path("/proc", place.read_text()).exists():
+        time.sleep(0.01)
+    sys.exit(5)
+"""
+
+
+@pytest.mark.processes
+@linux_only
+def test_failing_node_stops_a_node_that_has_finished(job: Job) -> None:
+    job.write(FAILS_AFTER_NODE_0)
+    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    ends = job.run_nodes(2, *nodes, "../job.py")
+    assert [done.returncode for done in ends] == [1, 5]
+    assert "multiproc: node 0: node 1 has failed;" in ends[0].stderr
 
 
 # Hazard: the store ends with node 0's launcher, and later requests to it report a failure.

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import io
 import logging
+import pickle
 import random
 import sys
 from typing import Any
@@ -375,6 +376,57 @@ def _load(rank: int, world: int) -> None:
         check(ddp.step_skipped, "the failed step was not skipped")
     with raises(RuntimeError, "hold the same state"):
         train(ddp, optimizer, rank, 2, False)
+
+
+def _load_copies(rank: int, world: int) -> None:
+    """Hazard: a reducer that need not broadcast parameters was taken for one whose ranks differ."""
+    for how in ("copy", "pickle", "static graph"):
+        for when in ("before", "after"):
+            torch.manual_seed(7)
+            ddp = DistributedDataParallel(Net(), on_divergence="raise")
+            if how == "static graph":  # to be called before the first backward
+                ddp._set_static_graph()
+            train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), rank, 0, False)
+            if how == "copy":
+                ddp = copy.deepcopy(ddp)
+            elif how == "pickle":
+                ddp = pickle.loads(pickle.dumps(ddp))
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            if when == "after":
+                train(ddp, optimizer, rank, 1, False)
+            ddp.load_state_dict({name: value + rank for name, value in ddp.state_dict().items()})
+            try:
+                train(ddp, optimizer, rank, 2, False)
+            except RuntimeError as error:
+                check("the ranks do not hold the same state" in str(error), str(error))
+            else:
+                check(False, f"{how}: what was loaded {when} its first step is not compared")
+
+
+def test_replica_check_compares_copies_and_static_graphs(ranks: RankPool) -> None:
+    ranks.run(3, _load_copies)
+
+
+def _load_and_skip(rank: int, world: int) -> None:
+    """Hazard: a step that compares nothing consumes the comparison that a skipped one left."""
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(Net(), on_divergence="raise")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, optimizer, rank, 0, False)
+    ddp.load_state_dict({name: value + rank for name, value in ddp.state_dict().items()})
+    ddp.skip_step()
+    train(ddp, optimizer, rank, 1, False)
+    # As SAM does: parameters are updated after a backward that was not synchronized.
+    with ddp.no_sync():
+        ddp(torch.randn(8, 6)).square().mean().backward()
+    optimizer.step()
+    train(ddp, optimizer, rank, 2, False)
+    with raises(RuntimeError, "the ranks do not hold the same state"):
+        train(ddp, optimizer, rank, 3, False)
+
+
+def test_replica_check_after_a_skipped_step_compares_what_was_loaded(ranks: RankPool) -> None:
+    ranks.run(3, _load_and_skip)
 
 
 def test_replica_check_compares_what_was_loaded_at_once(ranks: RankPool) -> None:

@@ -577,6 +577,8 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   if (judges_last) judge(meanwhile);
   if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
     pass_.fail(context_.me() + kSkippedTooLate);
+  if (context_.options.gradient_statistics)
+    reporter_.gradients.read_kept(plan().entries, reporter_.receive());
   settle();
   context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports()) {
@@ -588,7 +590,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     compare_replicas(table);
   }
   if (context_.options.gradient_statistics)
-    reporter_.gradients.conclude(plan().entries, reporter_.receive(), pass_.skipped);
+    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);
@@ -713,7 +715,7 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
 /// All ranks see the same digests, so all take the same decisions here.
 void Backward::compare_replicas(const StepTable& table) {
   if (pass_.skipped || !pass_.out_of_step.empty()) return;
-  reporter_.replicas.received();
+  reporter_.replicas.received(table);
   if (table.same_digests()) return;
   const std::string why = reporter_.replicas.locate();
   if (why.empty()) return;

@@ -59,24 +59,29 @@ void GradientMeter::read_devices() {
   on_device_.clear();
 }
 
-void GradientMeter::conclude(const std::vector<PlannedBucket>& entries, const StepTable& table,
-                             bool skipped) {
-  const ReducerOptions& options = context_.options;
-  if (!options.gradient_statistics) return;
-  read_devices();
-  std::vector<double> kept(static_cast<size_t>(context_.members.size));
+void GradientMeter::read_kept(const std::vector<PlannedBucket>& entries, const StepTable& table) {
+  kept_.assign(static_cast<size_t>(context_.members.size), 0);
   for (const PlannedBucket& entry : entries) {
     const std::vector<double> squares = entry.message.kept_squares();
     if (squares.empty()) continue;
-    for (size_t rank = 0; rank < kept.size(); ++rank) kept[rank] += squares[rank];
-    own_[static_cast<size_t>(entry.message.slots().front().parameter)] +=
-        squares[static_cast<size_t>(context_.members.rank)];
+    const auto parameter = static_cast<size_t>(entry.message.slots().front().parameter);
+    for (size_t rank = 0; rank < kept_.size(); ++rank) {
+      if (!table.used(rank, parameter)) continue;  // as in own_squares()
+      kept_[rank] += squares[rank];
+      if (rank == static_cast<size_t>(context_.members.rank)) own_[parameter] += squares[rank];
+    }
   }
+}
+
+void GradientMeter::conclude(const StepTable& table, bool skipped) {
+  const ReducerOptions& options = context_.options;
+  if (!options.gradient_statistics) return;
+  read_devices();
   double count = 0;
   std::vector<RankGradient> ranks;
   for (int rank = 0; rank < context_.members.size; ++rank) {
     const StepReport& report = table.of(static_cast<size_t>(rank));
-    RankGradient gradient{report.squares + kept[static_cast<size_t>(rank)],
+    RankGradient gradient{report.squares + kept_[static_cast<size_t>(rank)],
                           report.without_data ? 0.0 : 1.0};
     if (options.weighted) {
       gradient.samples = report.weight > 0 ? report.weight : 0;

@@ -27,11 +27,14 @@ class GradientMeter {
   /// Call it when all gradients of this rank are packed. Fills in `report`, with check_finite and
   /// gradient_statistics. Waits for a device.
   void measure_own(const std::vector<PlannedBucket>& entries, StepReport& report);
+  /// With gradient_statistics: adds what was measured in the sums. Call it when all buckets are
+  /// complete, before the plan is extended, which makes new messages.
+  void read_kept(const std::vector<PlannedBucket>& entries, const StepTable& table);
   /// With gradient_statistics: adds reduced gradients that are complete.
   void add_reduced(const std::vector<BucketMessage::Slot>& slots, int64_t bucket);
   /// Call it when all reduced gradients are complete. With `skipped` they are ignored. Waits for a
   /// device.
-  void conclude(const std::vector<PlannedBucket>& entries, const StepTable& table, bool skipped);
+  void conclude(const StepTable& table, bool skipped);
 
   /// The norm from conclude(), if no gradient has changed since. Empty on devices, where the check
   /// would take as long as the norm.
@@ -46,6 +49,7 @@ class GradientMeter {
   ReducerContext& context_;
   std::vector<double> own_;      ///< by parameter
   std::vector<double> reduced_;  ///< by parameter
+  std::vector<double> kept_;     ///< by rank: of the parts that ranks sum themselves
   std::vector<int64_t> buckets_;
   std::vector<int64_t> on_device_;  ///< parameters whose `values_` are not measured yet
   std::vector<at::Tensor> values_;

@@ -41,7 +41,8 @@ int64_t ReplicaCheck::parts() const {
 bool ReplicaCheck::compares() const {
   const ReducerOptions& options = context_.options;
   if (context_.members.alone() || context_.joining || context_.defers || parts() == 0) return false;
-  const bool by_default = options.init_sync && !context_.hook && options.check_steps.value_or(true);
+  const bool by_default =
+      options.ranks_begin_alike() && !context_.hook && options.check_steps.value_or(true);
   return options.replica_check_every || (by_default && context_.reads_reports());
 }
 
@@ -65,6 +66,7 @@ void ReplicaCheck::look(bool at_others) {
 }
 
 int64_t ReplicaCheck::digest(const StepFacts& facts) {
+  all_compared_ = false;
   if (!compares()) return 0;
   // This difference may be intended: some optimizers move parameters to evaluate a gradient
   // elsewhere, and move them back.
@@ -87,8 +89,11 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
   return digest_of_part(state_, part, all_next_ ? 1 : parts());
 }
 
-void ReplicaCheck::received() {
-  if (std::exchange(all_compared_, false)) all_next_ = false;
+void ReplicaCheck::received(const StepTable& table) {
+  bool of_all_ranks = true;
+  for (int rank = 0; rank < context_.members.size; ++rank)
+    of_all_ranks &= table.of(static_cast<size_t>(rank)).digest != 0;
+  if (std::exchange(all_compared_, false) && of_all_ranks) all_next_ = false;
 }
 
 /// Whether all ranks have tensors of the same names and sizes. Collective.

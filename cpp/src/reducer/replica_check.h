@@ -36,9 +36,9 @@ namespace apex::parallel::detail {
 // all tensors decide.
 //
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
-// may begin or step differently (init_sync false, a communication hook, check_steps false), nor in
-// a step whose parameters were updated after a backward of only this rank. Nothing is ever compared
-// under join(), or while deferred backwards have buckets in flight.
+// may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
+// in a step whose parameters were updated after a backward of only this rank. Nothing is ever
+// compared under join(), or while deferred backwards have buckets in flight.
 
 /// The comparison of the state of all ranks. Not thread safe.
 class ReplicaCheck {
@@ -55,7 +55,7 @@ class ReplicaCheck {
   /// computed its gradients.
   int64_t digest(const StepFacts& facts);
   /// Call it when the digests of all ranks have been received, in a valid backward.
-  void received();
+  void received(const StepTable& table);
   /// Call it if digests differ. Describes the ranks and tensors that differ. Empty if they may
   /// differ or were reported before. Collective; blocks the host.
   std::string locate();

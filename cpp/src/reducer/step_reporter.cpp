@@ -37,7 +37,7 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
   // If ranks began with different parameters, or a hook averages over some ranks only, parameters
   // may move by different distances.
-  if (!context_.options.init_sync || context_.hook) report.facts.moved = 0;
+  if (!context_.options.ranks_begin_alike() || context_.hook) report.facts.moved = 0;
   return report;
 }
 

@@ -174,6 +174,10 @@ bool StepTable::trainable(size_t rank, size_t parameter) const {
   return bit_of(bits_of(rank) + words_for(parameters_), parameter);
 }
 
+bool StepTable::used(size_t rank, size_t parameter) const {
+  return bit_of(bits_of(rank), parameter);
+}
+
 std::vector<detail::StepTimes> StepTable::times() const {
   std::vector<detail::StepTimes> times;
   for (const StepReport& one : reports_)

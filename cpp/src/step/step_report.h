@@ -118,6 +118,7 @@ class StepTable {
   const StepReport& of(size_t rank) const { return reports_[rank]; }
   std::vector<detail::StepTimes> times() const;  ///< by rank; unknown for a rank without data
   bool trainable(size_t rank, size_t parameter) const;
+  bool used(size_t rank, size_t parameter) const;  ///< the rank has a gradient
   /// Which parameters have a gradient on some rank, and which are trainable on the first rank with
   /// data.
   std::vector<uint8_t> used_by_any() const;

@@ -137,6 +137,7 @@ class Engine:
         # these, rank 0's values are broadcast, as for any module.
         replaced = self._copied is not None and self._copied.has_other_parameters()
         reducer = self.connect(None, None, init_sync=replaced)
+        reducer.check_replicas_next()
         self._copied = None
         return reducer
 
@@ -150,8 +151,8 @@ class Engine:
         return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])
 
     def check_replicas_next(self) -> None:
-        """Lets the next backward compare all of the state of all ranks."""
-        if self.reducer is not None:
+        """Let the next backward compare all of the state of all ranks."""
+        if self.reducer is not None:  # else a copy, whose first backward does so
             self.reducer.check_replicas_next()
 
     def set_static_graph(self) -> None:

@@ -87,11 +87,13 @@ def clip(
     same = len(parameters) == len(covered) and all(map(operator.is_, parameters, covered))
     norm = reducer.gradient_norm() if same else None
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if norm is None or not math.isfinite(norm) or not grads:
+    total = None
+    if norm is not None and grads:
+        wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+        dtype = torch.float64 if wide else torch.float32
+        total = torch.tensor(norm, dtype=dtype, device=grads[0].device)
+    if norm is None or total is None or not math.isfinite(total):  # or too large for float32
         return nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=nonfinite_raises)
-    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    dtype = torch.float64 if wide else torch.float32
-    total = torch.tensor(norm, dtype=dtype, device=grads[0].device)
     if max_norm < norm + 1e-6:  # otherwise torch's function would multiply by 1
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

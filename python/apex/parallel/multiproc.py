@@ -19,13 +19,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from torch import cuda
 from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -35,7 +36,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from apex.parallel._multiproc import child, script
 
 _FAILED_NODE = "apex_multiproc/failed_node"
-_FINISHED = "apex_multiproc/node_0_finished"
+_SHOWN_BYTES = 1 << 16  # of the log of a rank that failed
 
 
 class RankLogs(LogsSpecs):
@@ -62,6 +63,9 @@ class Rendezvous(StaticTCPRendezvous):
     _store: TCPStore
     finished = False  # node 0's ranks have finished, so its launcher and the store may end
 
+    def _failed_node(self) -> bytes | None:
+        return self._store.get(_FAILED_NODE) if self._store.check([_FAILED_NODE]) else None
+
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
         where = RendezvousStoreInfo(self.master_addr, self._store.port)
@@ -70,13 +74,27 @@ class Rendezvous(StaticTCPRendezvous):
     def num_nodes_waiting(self) -> int:
         """Called by the agent each time that it polls its processes."""
         try:
-            failed = self._store.get(_FAILED_NODE) if self._store.check([_FAILED_NODE]) else None
-            self.finished = self.finished or self._store.check([_FINISHED])
+            failed = self._failed_node()
+            self.finished = self.finished or self._store.check(["finished/0"])
         except DistError:
             failed = None if self.finished else b"0"  # node 0's launcher hosts the store
         if failed:
             raise DistError(f"node {failed.decode()} has failed")
         return 0
+
+    def wait_for_nodes(self, limit_s: float) -> None:
+        """Waits for the ranks of all nodes. Polls, since a signal doesn't end the store's wait."""
+        end, failed = time.monotonic() + limit_s, None
+        with contextlib.suppress(DistError):  # node 0's launcher has ended before its time
+            for step in "finished", "left":
+                self._store.set(f"{step}/{self.rank}", "")
+                nodes = [f"{step}/{rank}" for rank in range(self.world_size)]
+                waits = step == "finished" or self.rank == 0  # it keeps the store, and leaves last
+                while waits and not (failed or self._store.check(nodes)) and time.monotonic() < end:
+                    time.sleep(0.1)
+                    failed = self._failed_node()
+        if failed:
+            raise DistError(f"node {failed.decode()} has failed")
 
     def report_failure(self) -> None:
         """Stop the other nodes. Node 0 keeps the store alive for 10 s, so that they can read it."""
@@ -91,14 +109,28 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent. On node 0 it waits five minutes for the others when its ranks have
-    finished."""
+    """torchrun's agent, without its five minutes of waiting for the other nodes at the end."""
+
+    failed: Sequence[int] = ()  # the ranks that failed before the agent stopped the others
+    _grace_s = 30
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        codes = {w.global_rank: handlers[w.local_rank].proc.poll() for w in worker_group.workers}
+        self.failed = [rank for rank, code in codes.items() if code]
+        return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
+    ) -> None:
+        """Called again for a second signal, which shortens the wait for the processes."""
+        timeout, self._grace_s = self._grace_s, 1
+        super()._shutdown(death_sig, timeout)
 
     def _exit_barrier(self) -> None:
         meeting = self._worker_group.spec.rdzv_handler
-        if isinstance(meeting, Rendezvous) and meeting.rank == 0:
-            meeting._store.set(_FINISHED, "")
-        super()._exit_barrier()  # type: ignore[no-untyped-call]
+        assert isinstance(meeting, Rendezvous)
+        meeting.wait_for_nodes(self._exit_barrier_timeout)
 
 
 def parse(argv: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
@@ -161,6 +193,8 @@ def launch(args: argparse.Namespace) -> int:
     # Ctrl-C ends a launcher that waits for other nodes. Once processes run, the agent handles
     # signals.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     child.prctl(child.PR_SET_CHILD_SUBREAPER, 1)
     master = args.master_addr or "127.0.0.1", int(args.master_port)
     meeting = Rendezvous(*master, args.node_rank, args.nnodes, "multiproc", args.timeout_s)
@@ -178,14 +212,16 @@ def launch(args: argparse.Namespace) -> int:
     )
     try:
         os.makedirs(args.log_dir, exist_ok=True)
-        failures = Agent(spec, logs).run().failures
+        agent = Agent(spec, logs)
+        failures = agent.run().failures
         if not failures:
             for log in logs.files.values():
                 with contextlib.suppress(OSError):  # another job may have removed it
                     if log.stat().st_size == 0:
                         log.unlink()
             return 0
-        code, reason = _report(failures, logs), "a rank of this node has failed"
+        failed = agent.failed or list(failures)[:1]
+        code, reason = _report(failures, failed, logs), "a rank of this node has failed"
     except SignalException as stopped:
         code, reason = 128 + stopped.sigval, f"stopped by {stopped.sigval.name}"
     except (OSError, DistError) as error:
@@ -194,24 +230,36 @@ def launch(args: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_IGN)  # the cleanup takes seconds
     meeting.report_failure()
     child.kill_children()
-    print(f"multiproc: {reason}; all processes of this node have ended.", file=sys.stderr)
+    _print(f"multiproc: {reason}; all processes of this node have ended.")
     return code
 
 
-def _report(failures: Mapping[int, ProcessFailure], logs: RankLogs) -> int:
+def _report(failures: Mapping[int, ProcessFailure], failed: Sequence[int], logs: RankLogs) -> int:
     """Print the failed ranks and the end of their logs, and return the exit code."""
-    first = next(iter(failures.values()))
-    for rank, failure in failures.items():
-        # The agent stops the other ranks with SIGTERM, and after 30 s with SIGKILL.
-        stopped = failure.exitcode == -signal.SIGTERM or failure.timestamp > first.timestamp + 25
-        if stopped and failure is not first:
+    for rank in sorted(failures, key=lambda rank: rank not in failed):
+        code, log = failures[rank].exitcode, logs.files.get(rank)
+        # The agent stops the others: with SIGTERM, and after 30 s with SIGKILL.
+        if rank not in failed and -code in (signal.SIGTERM, signal.SIGKILL):
             continue
-        code, log = failure.exitcode, logs.files.get(rank)
-        how = f"exit code {code}" if code > 0 else f"signal {failure.signal_name()}"
-        print(f"multiproc: rank {rank} failed with {how}; see {log or 'above'}", file=sys.stderr)
-        lines = log.read_text(errors="replace").splitlines()[-40:] if log and log.is_file() else []
-        print(*(f"  {line}\n" for line in lines), sep="", end="", file=sys.stderr)
-    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        verb = "failed" if rank in failed else "was stopped, and ended"
+        name = failures[rank].signal_name().replace("<N/A>", str(-code))
+        how = f"exit code {code}" if code > 0 else f"signal {name}"
+        _print(f"multiproc: rank {rank} {verb} with {how}; see {log or 'above'}")
+        if log and log.is_file():
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-40:]
+            _print(*(f"  {line}" for line in lines))
+    code = failures[failed[0]].exitcode
+    return code if code > 0 else 128 - code
+
+
+def _print(*lines: str) -> None:
+    """Writes to stderr, whose reader may have ended: the exit code stays the same."""
+    try:
+        print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for what is still buffered
 
 
 def main() -> int:

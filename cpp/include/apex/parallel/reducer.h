@@ -103,6 +103,11 @@ struct ReducerOptions {
   /// Broadcast parameters from rank 0 at construction.
   bool init_sync = true;
 
+  /// Whether all ranks begin with the same parameters; by default, if `init_sync` makes them so.
+  /// Ranks that do are compared: see `check_steps` and `replica_check_every`.
+  std::optional<bool> begins_alike;
+  bool ranks_begin_alike() const { return begins_alike.value_or(init_sync); }
+
   /// After each synchronized backward, throw NonFiniteGradient on every rank if a rank contributed
   /// an infinity or a NaN. The error names the first such rank and its first such parameter. Costs
   /// one read of the gradients; on devices other than the CPU the host also waits.

@@ -20,7 +20,7 @@ def options_taken(script: Path) -> tuple[str, ...]:
     """The RANK_OPTIONS that the script's source passes to a method ``add_argument``."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
