@@ -841,8 +841,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Norms by process, gradient noise scale and outliers of the last measured backward.
 
         Requires ``gradient_statistics=True``. The result is the same on every process. It describes
-        the last synchronized backward that averaged gradients, also if an error about these gradients
-        ended it (``check_finite``); None if there was none. A parameter that a process did not use
+        the last synchronized backward that averaged gradients, also if an error about them
+        (``check_finite``) ended it; None if there was none. A parameter that a process did not use
         counts as zero in the norm of that process, even if an older gradient is still there. When
         a parameter is used for the first time, its gradient is reduced outside of the plan, and
         counts only in ``norm``. With loss scaling, norms are those of the scaled loss.
