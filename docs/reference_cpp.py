@@ -55,7 +55,7 @@ def _entries(
     while (line := source.peek()) is not None:
         if line.startswith("///"):
             doc.append(source.next().strip()[3:].removeprefix(" "))
-        elif not line or line.startswith("// "):
+        elif not line or line == "//" or line.startswith("// "):
             source.next()
             # A separate comment, which does not belong to the next declaration.
             if not line and doc and not members:

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import check, check_step, host_channel, raises, run_ranks
+from ddp_support import check, check_step, host_channel, raises, run_ranks, shared_pool
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool_is_discarded() -> Iterator[None]:
+    yield
+    shared_pool().discard()
+
 
 LATE_S = 0.6  # longer than a usual wait, so ranks check the reports of others
 
