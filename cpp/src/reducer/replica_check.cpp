@@ -90,10 +90,10 @@ int64_t ReplicaCheck::digest(const StepFacts& facts) {
 }
 
 void ReplicaCheck::received(const StepTable& table) {
-  bool of_all_ranks = true;
+  if (!std::exchange(all_compared_, false)) return;
+  all_next_ = false;
   for (int rank = 0; rank < context_.members.size; ++rank)
-    of_all_ranks &= table.of(static_cast<size_t>(rank)).digest != 0;
-  if (std::exchange(all_compared_, false) && of_all_ranks) all_next_ = false;
+    all_next_ |= table.of(static_cast<size_t>(rank)).digest == 0;  // that rank compared nothing
 }
 
 /// Whether all ranks have tensors of the same names and sizes. Collective.
