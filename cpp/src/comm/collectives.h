@@ -108,9 +108,14 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
 
-/// HostBackend::all_gather_parts() for bytes on the CPU, where ranks share memory; waits.
-void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
-                      const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged);
+/// `bytes` bytes of memory of every rank, by rank, which all ranks can read and write. Only where
+/// ranks share memory. Collective; blocks. The memory stays valid after the group and other ranks
+/// have ended.
+/// @param fill  writes this rank's memory, which is zeroed, before other ranks can see it. If it
+///              throws on one rank, the other ranks throw CommunicationError.
+std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
+                                     int64_t bytes,
+                                     const std::function<void(const at::Tensor& mine)>& fill);
 
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
 /// not one of its collectives, such as connecting: no connection exists yet that would break when a

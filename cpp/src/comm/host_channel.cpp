@@ -144,6 +144,20 @@ bool HostChannel::advance_others(const HostChannel* but) {
 
 void advance_host_channels() { HostChannel::advance_others(nullptr); }
 
+HostPlace HostChannel::place_of(const at::Tensor& tensor) const {
+  const auto place = memory_->place_of(tensor.const_data_ptr(), tensor.nbytes());
+  TORCH_CHECK(place, "the tensor is not in the shared memory of this rank");
+  return *place;
+}
+
+at::Tensor HostChannel::memory_of(int rank, const HostPlace& place, int64_t bytes) {
+  const Held held(*this);
+  std::shared_ptr<PeerMemory> memory = peers_.at(static_cast<size_t>(rank)).memory;
+  char* const data = memory->at(place);
+  return at::from_blob(
+      data, {bytes}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, at::kByte);
+}
+
 // --- issuing ---
 
 HostChannel& HostChannel::in_this_process() {
@@ -293,37 +307,6 @@ HostChannel::WorkPtr HostChannel::all_gather(const std::string& what,
                                              const at::Tensor& share) {
   require_shares(what, gathered, share);
   return issue_gather(what, HostKind::kAllGather, std::move(gathered), share, 0);
-}
-
-HostChannel::WorkPtr HostChannel::all_gather_parts(
-    const std::string& what, const std::vector<std::vector<at::Tensor>>& parts,
-    const at::Tensor& staged) {
-  const Held held(*this);
-  require_usable();
-  auto operation = std::make_shared<HostOperation>();
-  operation->what = what;
-  Message message;
-  message.kind = HostKind::kAllGather;
-  char* const data = static_cast<char*>(staged.mutable_data_ptr());
-  const auto place = memory_->place_of(data, staged.nbytes());
-  TORCH_CHECK(place, what, ": `staged` is not in this rank's shared memory");
-  message.place = *place;
-  operation->staged = std::shared_ptr<char>(std::make_shared<at::Tensor>(staged), data);
-  char* to = data;
-  for (const at::Tensor& part : parts.at(static_cast<size_t>(rank_))) {
-    TORCH_CHECK(to + part.nbytes() <= data + staged.nbytes(), what, ": `staged` is too small");
-    copy_bytes(to, part.const_data_ptr(), part.nbytes());
-    to += part.nbytes();
-  }
-  for (const std::vector<at::Tensor>& of_rank : parts) {
-    operation->first_parts.push_back(operation->parts.size());
-    for (const at::Tensor& part : of_rank) {
-      message.numel += static_cast<int64_t>(part.nbytes());
-      operation->parts.push_back(part);
-    }
-  }
-  operation->first_parts.push_back(operation->parts.size());
-  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::gather(const std::string& what, std::vector<at::Tensor> gathered,
