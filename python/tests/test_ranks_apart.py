@@ -134,7 +134,7 @@ def learns_anew_alone(group: Any, odd: bool) -> None:
     ddp = DistributedDataParallel(_net(), process_group=group, message_size=10)
     _step(ddp)
     if odd:
-        ddp.relearn()
+        ddp.rebuild_buckets()
     _step(ddp)
     _step(ddp)
 

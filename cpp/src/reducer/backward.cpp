@@ -35,7 +35,7 @@ namespace apex::parallel::detail {
 //
 // - It failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
 //   this backward is invalid. Every rank throws, and all can continue with the next backward.
-// - It left the plan (relearn(), another communication hook, another set of trainable parameters).
+// - It left the plan (rebuild_buckets(), another communication hook, another set of trainable parameters).
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
 //   some ranks have kept the plan, every rank throws.
 //
@@ -489,7 +489,7 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i]) ready.push_back(i);
   }
-  context_.statistics.add(&ReducerStatistics::plans_learnt);
+  context_.statistics.add(&ReducerStatistics::plans_recorded);
   BucketLimits limits = context_.options.limits;
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();

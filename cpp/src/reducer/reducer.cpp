@@ -159,9 +159,10 @@ void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
     state.context.hook = std::move(hook);
   });
 }
-void Reducer::relearn() {
-  core_->between_backwards("relearn()",
-                           [&](ReducerState&) { core_->leave_plan(ReasonToLeave::kRelearn); });
+void Reducer::rebuild_buckets() {
+  core_->between_backwards("rebuild_buckets()", [&](ReducerState&) {
+    core_->leave_plan(ReasonToLeave::kRebuildBuckets);
+  });
 }
 void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
   core_->between_backwards("set_bucket_callback()", [&](ReducerState& state) {

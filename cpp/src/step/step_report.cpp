@@ -69,7 +69,7 @@ const Question kAsked[] = {
 };
 
 const char* const kReasons[] = {"",
-                                "relearn()",
+                                "rebuild_buckets()",
                                 "another communication hook",
                                 "load_bucket_plan()",
                                 "another use of OverlappedOptimizer",

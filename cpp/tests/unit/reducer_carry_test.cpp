@@ -63,13 +63,13 @@ TEST_P(ReducerException, OneRankThrows_EveryRankThrows_AndTheNextStepIsRight) {
   ReducerOptions options;
   options.limits.cap = cap;
   options.gradient_as_bucket_view = views;
-  for (const bool learning : {true, false}) {
+  for (const bool recording : {true, false}) {
     for (const bool clears_to_zero : {true, false}) {
       run_ranks(kWorld, [&, place = place, hooked = hooked](int rank, const Group& group) {
         ToyModel model = ToyModel::mlp(kWidths, 1);
         Reducer reducer(model.parameters, {group}, options);
         if (hooked) reducer.set_comm_hook(make_compress_hook(reducer.communicator(), at::kHalf));
-        const int fails_in = learning ? 0 : 2;
+        const int fails_in = recording ? 0 : 2;
         bool fail = false;
         model[place.parameter].register_hook([&](const at::Tensor&) -> void {
           if (fail) throw std::runtime_error("user error");
@@ -183,7 +183,7 @@ TEST(ReducerException, BehindTheLastGradient_EveryRankThrows_AndTheNextStepIsRig
 
 /// The first layer's gradient comes last: everything has been sent when its hook throws.
 TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) {
-  for (const bool relearn : {true, false}) {
+  for (const bool rebuild : {true, false}) {
     run_ranks(kWorld, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp(kWidths, 1);
       Reducer reducer(model.parameters, {group});
@@ -197,7 +197,7 @@ TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) 
           if (fail) throw std::runtime_error("user error");
         });
         thrown_by([&] { forward(reducer, model, x).square().mean().backward(); });
-        if (number == 2 && relearn) reducer.relearn();
+        if (number == 2 && rebuild) reducer.rebuild_buckets();
         if (number > 2) expect_average(model, number, "afterwards");
       }
     });
@@ -354,7 +354,7 @@ TEST(ReducerLeavesPlan, OneRankOnly_EveryRankThrowsNamingIt_AndAllCanGoOn) {
     std::function<void(Reducer&)> act;
   };
   const Way ways[] = {
-      {"relearn()", [](Reducer& reducer) { reducer.relearn(); }},
+      {"rebuild_buckets()", [](Reducer& reducer) { reducer.rebuild_buckets(); }},
       {"another communication hook",
        [](Reducer& reducer) {
          reducer.set_comm_hook(make_compress_hook(reducer.communicator(), at::kHalf));
@@ -395,11 +395,11 @@ TEST(ReducerLeavesPlan, EveryRank_NextBackward_IsRightByTheNewPlan) {
     Reducer reducer(model.parameters, {group});
     for (int number = 0; number < 6; ++number) {
       model.zero_grad();
-      if (number % 2 == 1) reducer.relearn();
+      if (number % 2 == 1) reducer.rebuild_buckets();
       step(reducer, model, rank, number);
-      expect_average(model, number, "relearn() on every rank");
+      expect_average(model, number, "rebuild_buckets() on every rank");
     }
-    EXPECT_EQ(reducer.statistics().plans_learnt, 4);
+    EXPECT_EQ(reducer.statistics().plans_recorded, 4);
   });
 }
 

@@ -148,16 +148,16 @@ TEST(StepReport, WeightOfARankWithoutAGradient_MayBeMissing) {
 
 TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
   std::vector<Row> all = rows(3);
-  all[0].report.left = ReasonToLeave::kRelearn;
-  expect_contains(refused(all), "rank 0 asked for a new bucket plan (relearn())");
+  all[0].report.left = ReasonToLeave::kRebuildBuckets;
+  expect_contains(refused(all), "rank 0 asked for a new bucket plan (rebuild_buckets())");
   EXPECT_FALSE(table_of(all).all_left());
   all[1].report.left = ReasonToLeave::kCommHook;
   all[2].report.without_data = true;  // follows the other ranks
   EXPECT_EQ(refused(all), "");
   EXPECT_TRUE(table_of(all).all_left());
-  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
-  all[1].report.left = ReasonToLeave::kRelearn;
-  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
+  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
+  all[1].report.left = ReasonToLeave::kRebuildBuckets;
+  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
 }
 
 TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
