@@ -392,7 +392,7 @@ def _is_disabled(rank: int, world: int) -> None:
             with ddp.join():
                 pass
         except RuntimeError as error:
-            check("join() inside join()" in str(error), str(error))
+            check("join() was entered inside another join()" in str(error), str(error))
         else:
             raise AssertionError("nesting was not refused")
 
