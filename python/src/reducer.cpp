@@ -191,7 +191,7 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
   if (name == "bf16_fp32_sum") {
     return parallel::make_fp32_accumulate_hook(std::move(group), at::kBFloat16);
   }
-  throw InvalidArgument("there is no built-in communication hook '" + name +
+  throw InvalidArgument("unknown built-in communication hook '" + name +
                         "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
 }
 

@@ -100,7 +100,7 @@ def _refuses(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     for plan, text in (
         ([["nothing"]], "names 'nothing', which the module does not have"),
-        ([["0.weight"], ["0.weight"]], "named twice"),
+        ([["0.weight"], ["0.weight"]], "names parameter 0 twice"),
     ):
         error = None
         try:

@@ -302,7 +302,7 @@ def _refuses_more(rank: int, world: int) -> None:
     model = nn.Linear(2, 2)
     with raises(TypeError, "wraps a torch.nn.Module, got int"):
         DistributedDataParallel(3)
-    with raises(ValueError, "allreduce_trigger_params", "give one of the two"):
+    with raises(ValueError, "allreduce_trigger_params", "pass only one of them"):
         DistributedDataParallel(
             model, delay_allreduce=True, allreduce_trigger_params=[model.weight]
         )
@@ -440,7 +440,7 @@ def test_rank_that_dies_in_backward_survivors_raise(
     assert code == 7
     for rank, message in ((0, first), (2, third)):
         assert f"rank {rank} of 3" in message
-        assert "has probably stopped, has fewer batches, which join() covers, or left" in message
+        assert "has probably stopped, has fewer batches (join() covers this), or left" in message
         if when:
             assert "bucket" in message and "parameter 'layers." in message
 

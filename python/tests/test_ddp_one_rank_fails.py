@@ -102,7 +102,7 @@ def _future_fails(rank: int, world: int) -> None:
     else:
         with contextlib.suppress(RuntimeError):
             _loss(ddp, rank).backward()
-    with raises(RuntimeError, "start again with a new process group"):
+    with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
 
 
@@ -188,7 +188,7 @@ def _hook_raises(rank: int, world: int, at: int) -> None:
         parts.append("rank 1 reports that communication hook")
     with raises(RuntimeError, *parts):
         _loss(ddp, rank).backward()
-    with raises(RuntimeError, "start again with a new process group"):
+    with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
 
 

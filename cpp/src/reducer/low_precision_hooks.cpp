@@ -99,7 +99,8 @@ class Fp32AccumulateHook final : public CommHook {
 
   FuturePtr finish(GradientBucket& bucket, const at::Tensor&) override {
     const auto found = exchanges_.find(bucket.index);
-    if (found == exchanges_.end()) throw Error("finish() of a bucket that was not sent");
+    if (found == exchanges_.end())
+      throw Error("finish() was called for a bucket that was not sent");
     const at::Tensor share = sum(found->second);
     exchanges_.erase(found);
     at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());

@@ -253,7 +253,7 @@ TEST(ReducerOutOfStep, EachWayToGetThere_ThrowsInThatStepOnEveryRank_NamingRankA
          reducer.set_synchronizing(true);
          model.sgd_step(0.1);
        }},
-      {"rank 1 stepped an optimizer twice without a backward between",
+      {"rank 1 stepped an optimizer twice without a backward in between",
        [](Reducer&, ToyModel& model, int) { Reducer::optimizer_stepped(tensors_of(model), 1); }},
   };
   for (const Misstep& misstep : missteps) {
@@ -373,7 +373,7 @@ TEST(ReducerLeavesPlan, OneRankOnly_EveryRankThrowsNamingIt_AndAllCanGoOn) {
       model.zero_grad();
       if (rank == 1) way.act(reducer);
       const std::string error = thrown_by([&] { step(reducer, model, rank, 2); });
-      EXPECT_NE(error.find("rank 1 asked for a new bucket plan"), std::string::npos) << error;
+      EXPECT_NE(error.find("rank 1 requested a new bucket plan"), std::string::npos) << error;
       EXPECT_NE(error.find(way.said), std::string::npos) << error;
       // Recovers when the other ranks do the same.
       if (rank != 1) way.act(reducer);
@@ -447,7 +447,7 @@ TEST(ReducerException, CommunicationHookThatThrowsOnOneRank_EveryRankThrows_NowA
     EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 1); }), "");
     throws = false;
     // The messages that the ranks' hooks have sent do not match any more.
-    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("start again"),
+    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("restart with"),
               std::string::npos);
   });
 }

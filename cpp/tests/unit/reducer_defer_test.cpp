@@ -121,7 +121,8 @@ TEST_P(ReducerDefer, NextBackwardWithoutWaiting_CompletesTheLastAndThrowsNamingA
       backward(*deferred.reducer, deferred.model, batch(rank, 8));
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("without waiting"), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("before its last update was complete"),
+                std::string::npos)
           << error.what();
       EXPECT_NE(std::string(error.what()).find("'fc"), std::string::npos) << error.what();
     }

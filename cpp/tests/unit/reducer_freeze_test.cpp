@@ -170,7 +170,7 @@ TEST_P(ReducerFreeze, RebuiltAndFrozenAlike_NextBackwards_AreRight) {
       const bool alone = step == 7 && rank == 1;  // in the middle of a periodic pattern
       if (alone) reducer.rebuild_buckets();
       const std::string error = thrown_by([&] { y.square().mean().backward(); });
-      EXPECT_EQ(error.find("rank 1 asked for a new bucket plan") != std::string::npos, step == 7)
+      EXPECT_EQ(error.find("rank 1 requested a new bucket plan") != std::string::npos, step == 7)
           << error;
       if (step == 7 && rank != 1) reducer.rebuild_buckets();
       if (step == 7) continue;
