@@ -403,7 +403,7 @@ def test_job_ends_when_another_program_has_the_port(interrupted: bool) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but has to be a number from 1 to "),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but must be a number from 1 to "),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but "),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', but "),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set: set both, "),

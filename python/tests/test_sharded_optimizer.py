@@ -102,7 +102,7 @@ def _arguments(rank: int, world: int) -> None:
     with raises(ValueError, "cannot be shared out"):
         _sharded(model, OverlappedOptimizer)
     wrapped = DistributedDataParallel(_model(5))
-    with raises(ValueError, "ShardedOptimizer cannot be taken in parts"):
+    with raises(ValueError, "ShardedOptimizer cannot step its parameters one module at a time"):
         OverlappedOptimizer(_sharded(wrapped), wrapped)
 
 

@@ -92,7 +92,7 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
   announce_failure(group, kWhy);
   throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
                     std::to_string(group.getSize()) +
-                    ": interrupted while it waited for other ranks");
+                    ": interrupted while waiting for other ranks");
 }
 
 void throw_if_bad(const Verdict& verdict) {
@@ -106,7 +106,7 @@ void throw_if_bad(const Verdict& verdict) {
     case Verdict::kFailed:
       throw Error("another rank reports that a collective of this group has failed");
     case Verdict::kLost:
-      throw Error("a process of this group has ended, and the store with it");
+      throw Error("a process of this group has ended, and the store is lost");
   }
 }
 
@@ -147,8 +147,8 @@ void wait_with_reports(const c10d::ProcessGroup& group,
 void require_memory(const std::string& what, const at::Tensor& tensor) {
   if (has_memory(tensor)) return;
   throw InvalidArgument(what +
-                        ": the tensor has no memory of its own (a wrapper subclass, a sparse "
-                        "tensor, or one on the meta device)");
+                        ": the tensor has no storage (a wrapper subclass, a sparse tensor, or one "
+                        "on the meta device)");
 }
 
 /// The backend that carries these tensors in each collective, or null.
@@ -228,7 +228,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
       what + " failed: " + message_of(cause) + " (" + advice + ")" + report_failure(group, what) +
       note_on_ranks(group) +
-      (stall.empty() ? stall : "\nWhat was known when it took long:\n" + stall));
+      (stall.empty() ? stall : "\nStall report before the failure:\n" + stall));
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,

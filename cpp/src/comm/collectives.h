@@ -27,8 +27,8 @@ namespace apex::parallel {
 /// Throws CommunicationError with the rank, `what`, the cause, and the result of report_failure(),
 /// which blocks. Call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
-    "another rank has probably stopped, has fewer batches, which join() covers, or left this step; "
-    "look at its output first, then start again with a new process group";
+    "another rank has probably stopped, has fewer batches (join() covers this), or left this step; "
+    "check its output first, then restart with a new process group";
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause,
@@ -36,9 +36,8 @@ inline constexpr const char* kLookAtOthers =
 
 /// The advice when a reducer stops because its hook has failed on some ranks only.
 inline constexpr const char* kHooksApart =
-    "not on every rank, so the messages of the ranks do not match any more; fix the hook, then "
-    "start "
-    "again with a new process group and a new wrapper";
+    "not on every rank, so the ranks' messages no longer match; fix the hook, then restart with a "
+    "new process group and a new wrapper";
 
 /// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
 bool receives_reports(const c10d::ProcessGroup& group);

@@ -163,14 +163,14 @@ at::Tensor HostChannel::memory_of(int rank, const HostPlace& place, int64_t byte
 HostChannel& HostChannel::in_this_process() {
   if (this_pid() != pid_) {
     throw Error(
-        "this process was forked from the one that made the communicator, and is no rank of it: "
-        "make process groups and wrappers after the fork");
+        "this process was forked from the process that created the communicator, so it is not a "
+        "rank of it: create process groups and wrappers after the fork");
   }
   return *this;
 }
 
 void HostChannel::require_usable() const {
-  if (!failure_.empty()) throw Error("a collective of this group has failed before: " + failure_);
+  if (!failure_.empty()) throw Error("an earlier collective of this group failed: " + failure_);
 }
 
 /// Allocates memory for peers to read and returns its location. Prefers the first block, which all

@@ -214,7 +214,7 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
         const int64_t expected = operation.received[peer];
         if (lengths[rank_] != expected) {
           fail(operation.what + ": " + name_of(peer) + " sends " + std::to_string(lengths[rank_]) +
-               " bytes, and this rank expects " + std::to_string(expected));
+               " bytes, but this rank expects " + std::to_string(expected));
         }
         if (peer != rank_) copy_bytes(out, data, static_cast<size_t>(expected));
         out += expected;

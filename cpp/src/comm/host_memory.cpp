@@ -46,8 +46,8 @@ int make_file(size_t bytes) {
   // A larger file would end the process by SIGXFSZ.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes)
-    throw Error("no shared memory: files may have " + std::to_string(limit.rlim_cur) +
-                " bytes at most (ulimit -f)");
+    throw Error("no shared memory: the limit on file sizes is " + std::to_string(limit.rlim_cur) +
+                " bytes (ulimit -f)");
   const int fd = ::memfd_create("apex", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_system_error("no shared memory (memfd_create)");
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
@@ -73,7 +73,7 @@ int open_file(int64_t pid, const HostPlace& place) {
   if (!fits) {
     ::close(fd);
     throw Error("the memory of process " + std::to_string(pid) + " (" + path +
-                ") is not what the process said");
+                ") does not match what that process reported");
   }
   return fd;
 }
@@ -82,10 +82,12 @@ void close_file(int fd) { ::close(fd); }
 
 #else
 
-char* map(int, size_t) { throw Error("processes share memory on Linux only"); }
+char* map(int, size_t) { throw Error("shared memory between processes requires Linux"); }
 void unmap(char*, size_t) {}
-int make_file(size_t) { throw Error("processes share memory on Linux only"); }
-int open_file(int64_t, const HostPlace&) { throw Error("processes share memory on Linux only"); }
+int make_file(size_t) { throw Error("shared memory between processes requires Linux"); }
+int open_file(int64_t, const HostPlace&) {
+  throw Error("shared memory between processes requires Linux");
+}
 void close_file(int) {}
 
 #endif

@@ -330,9 +330,9 @@ void hook_fails_on_one_rank() {
       hook->fails = false;
       loss_of(model, reducer, 3).backward();
     } else {
-      says("start again with a new process group");
+      says("restart with a new process group");
       const std::string next = error_of_backward(loss_of(model, reducer, 3));
-      require(next.find("start again with a new process group") != std::string::npos, next);
+      require(next.find("restart with a new process group") != std::string::npos, next);
     }
   }
   // All processes are alive and continue.
