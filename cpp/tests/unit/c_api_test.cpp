@@ -151,7 +151,7 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   const apex_tensor good{values, 1, two, nullptr, APEX_FLOAT32, -1};
   apex_tensor bad = good;
   bad.data = nullptr;
-  refused(apex_all_reduce(group_, &bad, APEX_SUM), "are NULL");
+  refused(apex_all_reduce(group_, &bad, APEX_SUM), "pointer of a tensor is NULL");
   refused(apex_all_reduce(group_, nullptr, APEX_SUM), "tensor is NULL");
   refused(apex_all_reduce(nullptr, &good, APEX_SUM), "group is NULL");
   refused(apex_all_reduce(group_, &good, static_cast<apex_reduce_op>(9)),
