@@ -452,6 +452,12 @@ void ParameterShards::add(std::vector<NamedTensor> parameters, const std::vector
   state_->add(parameters, costs);
 }
 
+const std::vector<NamedTensor>& ParameterShards::parameters() const { return state_->parameters; }
+
+const c10::intrusive_ptr<c10d::ProcessGroup>& ParameterShards::group() const {
+  return state_->group;
+}
+
 const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const {
   return state_->shards;
 }

@@ -60,6 +60,9 @@ class APEX_API ParameterShards {
   /// Collective, as the constructor. Not between take_gradients() and publish().
   void add(std::vector<NamedTensor> parameters, const std::vector<double>& costs);
 
+  /// All parameters, in the order in which they were given.
+  const std::vector<NamedTensor>& parameters() const;
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const;
   /// The pieces of each rank.
   const std::vector<std::vector<ParameterPiece>>& shards() const;
   /// The tensors that this rank steps, in the order of its pieces: a whole parameter is the
