@@ -50,7 +50,7 @@ constexpr bool steps_elementwise_v =
 template <typename Optim>
 class ShardedOptimizer {
   static_assert(!std::is_same_v<Optim, torch::optim::LBFGS>,
-                "a step of LBFGS is one of all parameters and cannot be shared out");
+                "LBFGS steps all parameters together, so its state cannot be sharded");
 
  public:
   /// Collective; blocks the host. Broadcasts rank 0's parameters.
