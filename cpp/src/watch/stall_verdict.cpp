@@ -80,7 +80,7 @@ Cause cause_of(const Stall& stall, int rank) {
         "; its last began " + seconds_of(other.seconds) + " before it was asked: " + other.what;
   return {
       where + indented(other.state),
-      "it is busy with work of its own (loading data, evaluation or a checkpoint on one rank; in "
+      "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "
       "backward a layer or a hook), or it has left the training loop",
       "check the stack above; work that only one rank does must be shorter than the timeout, and "
       "ranks with fewer batches need join()"};

@@ -444,7 +444,7 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
 }
 
 /// float16 and bfloat16 have the same width, and float16 cannot represent large bfloat16 values.
-TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
+TEST(ReducerCommHook, GradientsOfTheCommunicationDtype_AreSentUnchanged) {
   run_ranks(2, [](int, const Group& group) {
     const at::Tensor p = at::ones({4}, at::kBFloat16).requires_grad_();
     Reducer reducer({{"p", p}}, {group});
@@ -455,7 +455,7 @@ TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
   });
 }
 
-TEST(ReducerCommHook, WiresOfOtherDtypes_AreRefused) {
+TEST(ReducerCommHook, OtherDtypes_AreRefused) {
   run_ranks(1, [](int, const Group& group) {
     expect_throws<InvalidArgument>([&] { make_compress_hook(group, at::kFloat); },
                                    "float16 or bfloat16, got Float");

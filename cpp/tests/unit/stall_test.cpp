@@ -158,7 +158,7 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   expect_has(text,
              "rank 2 is in no collective; its last began 12 s before it was asked: b\n      File "
              "\"train.py\"");
-  expect_has(text, "work of its own");
+  expect_has(text, "its own work");
   expect_has(text, "The waiting ranks fail in 20 s");
 }
 

@@ -265,7 +265,7 @@ def _why_not(case: Case, world: int, timeout_s: float) -> str | None:
     """Why a Gloo group cannot be created, in one sentence; None if it can."""
     absent = set(range(world)) - {facts.place.rank for facts in case.ranks}
     if absent:
-        return f"{ranks_text(absent)} of {world} did not come within {timeout_s:g} s"
+        return f"{ranks_text(absent)} of {world} did not join within {timeout_s:g} s"
     if any(rule(case) for rule in PREVENTS_GLOO):
         return "Gloo cannot connect the ranks, so nothing was measured"
     return None

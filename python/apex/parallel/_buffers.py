@@ -127,7 +127,7 @@ class Buffers:
         now = described(self._module, self._ignored)
         lost = [line for line in self._description if line not in now]
         new = [line for line in now if line not in self._description]
-        changes = [f"{line} is gone" for line in lost] + [f"{line} is new" for line in new]
+        changes = [f"{line} was removed" for line in lost] + [f"{line} was added" for line in new]
         there = "no such change" if changes else "they have changed"
         return (
             f"rank {rank}'s buffers differ from rank {root}'s, which broadcast_buffers copies. "

@@ -66,7 +66,7 @@ APEX_API void take_optimizer_state(const ParameterShards& shards, torch::optim::
 template <typename Optim>
 class ShardedOptimizer {
   static_assert(!std::is_same_v<Optim, torch::optim::LBFGS>,
-                "a step of LBFGS is one of all parameters and cannot be shared out");
+                "LBFGS steps all parameters together, so its state cannot be sharded");
 
  public:
   /// Collective; blocks the host. Broadcasts rank 0's parameters.
