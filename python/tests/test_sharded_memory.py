@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -134,15 +135,33 @@ def _saved(model: nn.Module, step: int) -> Any:
 
 
 def _forked(model: nn.Module, step: int) -> Any:
-    """A child process reads the parameters, and ends without harm to its parent's."""
+    """A child process has the parameters of the moment in which it was forked, which steps of its
+    parent do not change. What it writes changes nothing in its parent."""
     if step != 2:
-        return
+        return None
+    before = [p.detach().clone() for p in model.parameters()]
+    ready, done = os.pipe(), os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         child = os.fork()
     if child == 0:
-        os._exit(0 if all(p.isfinite().all() for p in model.parameters()) else 1)
-    check(os.waitpid(child, 0)[1] == 0, "the child has other values")
+        os.read(ready[0], 1)  # the parent has stepped
+        same = all(map(torch.equal, (p.detach() for p in model.parameters()), before))
+        for p in model.parameters():
+            p.data.fill_(9.0)
+        os.write(done[1], b"y" if same else b"n")
+        os._exit(0)
+    return _Child(child, ready[1], done[0])
+
+
+class _Child:
+    def __init__(self, pid: int, ready: int, done: int) -> None:
+        self.pid, self.ready, self.done = pid, ready, done
+
+    def look(self) -> None:
+        os.write(self.ready, b"x")
+        check(os.read(self.done, 1) == b"y", "the child has the parameters of a later step")
+        os.waitpid(self.pid, 0)
 
 
 def _passed_on(model: nn.Module, step: int) -> Any:
@@ -176,6 +195,8 @@ def _trained(
         _backward(model, step)
         held.append(program(model, step))
         optimizer.step()
+        if isinstance(held[-1], _Child):
+            held[-1].look()
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -316,6 +337,57 @@ def test_sharded_optimizer_survivors_of_a_killed_rank_have_one_whole_step(
 ) -> None:
     """References: the plain optimizer before and after the step, and the other survivors."""
     _kill(tmp_path, world, moment)
+
+
+def _leaves_early(rank: int, folder: str, how: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=3)
+    model = _model()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        _backward(model, step)
+        optimizer.step()
+    _backward(model, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> None:
+        raise ArithmeticError("no batch")
+
+    if rank == 1 and how == "killed":
+        for p in model.parameters():
+            p.data.fill_(7.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        time.sleep(0.5)  # the others have failed by then
+    try:
+        optimizer.step(closure if rank == 1 else None)
+        raised = ""
+    except (RuntimeError, ArithmeticError) as error:
+        raised = str(error)
+    same = all(map(torch.equal, (p.detach() for p in model.parameters()), before))
+    for p in model.parameters():
+        p.data.fill_(7.0)
+    pathlib.Path(folder, f"rank{rank}").write_text(f"{same} {raised}")
+    time.sleep(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["closure", "killed"])
+def test_sharded_optimizer_rank_that_fails_before_its_step_leaves_the_others_before_it(
+    tmp_path: pathlib.Path, how: str
+) -> None:
+    """A rank that has not begun the step may have other values where the others' pieces are."""
+    context = mp.get_context("spawn")
+    args = [(rank, str(tmp_path), how) for rank in range(3)]
+    started = [context.Process(target=_leaves_early, args=one) for one in args]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(90)
+    for rank in (0, 2) if how == "killed" else (0, 1, 2):
+        same, _, error = (tmp_path / f"rank{rank}").read_text().partition(" ")
+        assert same == "True", (rank, error)
+        assert ("no batch" if how == "closure" else "rank 1") in error, (rank, error)
 
 
 def main() -> int:

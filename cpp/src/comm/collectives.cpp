@@ -353,7 +353,7 @@ std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup
   std::vector<at::Tensor> memory(static_cast<size_t>(group.getSize()));
   const auto rank = static_cast<size_t>(group.getRank());
   try {
-    memory[rank] = channel->allocate(bytes, at::kByte);
+    memory[rank] = channel->allocate_private_in_forks(bytes);
     fill(memory[rank]);
     std::vector<HostPlace> places(memory.size());
     const at::Tensor share = at::empty({static_cast<int64_t>(sizeof(HostPlace))}, at::kByte);

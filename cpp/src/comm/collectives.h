@@ -109,7 +109,7 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
 
 /// `bytes` bytes of memory of every rank, by rank, which all ranks can read and write. Only where
 /// ranks share memory. Collective; blocks. The memory stays valid after the group and other ranks
-/// have ended.
+/// have ended. Forked processes get a copy of this rank's.
 /// @param fill  writes this rank's memory, which is zeroed, before other ranks can see it. If it
 ///              throws on one rank, the other ranks throw CommunicationError.
 std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,

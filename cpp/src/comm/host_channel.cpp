@@ -66,6 +66,14 @@ AllChannels& all_channels() {
   return *instance;
 }
 
+/// A tensor that keeps `memory` alive.
+at::Tensor tensor_on(std::shared_ptr<char> memory, int64_t numel,
+                     const at::TensorOptions& options) {
+  void* const data = memory.get();
+  return at::from_blob(
+      data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
+}
+
 }  // namespace
 
 void HostChannel::prepare(HostMemory& memory) {
@@ -115,10 +123,12 @@ bool HostChannel::can_all_reduce(const at::Tensor& tensor, Op op) {
 
 at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  std::shared_ptr<char> memory = memory_->allocate_zeroed(bytes);
-  void* data = memory.get();
-  return at::from_blob(
-      data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
+  return tensor_on(memory_->allocate_zeroed(bytes), numel, options);
+}
+
+at::Tensor HostChannel::allocate_private_in_forks(int64_t bytes) {
+  return tensor_on(memory_->allocate_private_in_forks(static_cast<size_t>(bytes)), bytes,
+                   at::kByte);
 }
 
 /// Advances the channels of this process other than `but`; returns whether any has pending work.

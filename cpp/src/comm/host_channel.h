@@ -158,7 +158,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
-  /// Where peers find the memory of `tensor`, which is from allocate().
+  /// Zeroed bytes in shared memory, of which forked processes get a copy.
+  at::Tensor allocate_private_in_forks(int64_t bytes);
+  /// Where peers find the memory of `tensor`, which is in the shared memory of this rank.
   HostPlace place_of(const at::Tensor& tensor) const;
   /// The first `bytes` bytes at `place` in the memory of another rank. Stays valid after the
   /// channel and that rank have ended.

@@ -11,6 +11,7 @@
 
 #if defined(__linux__)
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -22,6 +23,7 @@ namespace apex::parallel {
 namespace {
 
 constexpr size_t kAlignment = 64;
+constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kBlockBytes = size_t{64} << 20;
 
@@ -80,6 +82,58 @@ int open_file(int64_t pid, const HostPlace& place) {
 
 void close_file(int fd) { ::close(fd); }
 
+/// Memory of which a forked process gets a copy. Never destroyed.
+struct PrivateInForks {
+  struct Region {
+    size_t bytes = 0;
+    void* copy = nullptr;  ///< while the process forks; null if the system has no memory
+  };
+  std::mutex mutex;  ///< locked while the process forks
+  std::map<char*, Region> regions;
+
+  static PrivateInForks& instance() {
+    static auto* const all = new PrivateInForks;
+    return *all;
+  }
+
+  static void before_fork() {
+    PrivateInForks& all = instance();
+    all.mutex.lock();
+    for (auto& [data, region] : all.regions) {
+      void* const copy =
+          ::mmap(nullptr, region.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      region.copy = copy == MAP_FAILED ? nullptr : copy;
+      if (region.copy != nullptr) std::memcpy(copy, data, region.bytes);
+    }
+  }
+  static void in_parent() {
+    PrivateInForks& all = instance();
+    for (auto& [data, region] : all.regions) {
+      if (region.copy != nullptr) ::munmap(region.copy, region.bytes);
+    }
+    all.mutex.unlock();
+  }
+  static void in_child() {
+    PrivateInForks& all = instance();
+    for (auto& [data, region] : all.regions) {
+      if (region.copy == nullptr) continue;
+      ::mremap(region.copy, region.bytes, region.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data);
+    }
+    all.mutex.unlock();
+  }
+
+  void add(char* data, size_t bytes) {
+    static const int registered = ::pthread_atfork(before_fork, in_parent, in_child);
+    if (registered != 0) throw Error("no shared memory (pthread_atfork)");
+    const std::lock_guard<std::mutex> lock(mutex);
+    regions[data] = Region{bytes, nullptr};
+  }
+  void remove(char* data) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    regions.erase(data);
+  }
+};
+
 #else
 
 char* map(int, size_t) { throw Error("shared memory between processes requires Linux"); }
@@ -89,6 +143,15 @@ int open_file(int64_t, const HostPlace&) {
   throw Error("shared memory between processes requires Linux");
 }
 void close_file(int) {}
+
+struct PrivateInForks {
+  static PrivateInForks& instance() {
+    static PrivateInForks all;
+    return all;
+  }
+  void add(char*, size_t) {}
+  void remove(char*) {}
+};
 
 #endif
 
@@ -198,6 +261,18 @@ std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
   }
   std::memset(taken.data, 0, taken.dirty);
   return owned(taken.data, rounded);
+}
+
+std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
+  const size_t rounded = round_up(std::max<size_t>(bytes, 1), kPage);
+  std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage);
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  char* const data = memory.get() + (round_up(address, kPage) - address);
+  PrivateInForks::instance().add(data, rounded);
+  return {data, [memory = std::move(memory)](char* freed) mutable {
+            PrivateInForks::instance().remove(freed);
+            memory.reset();
+          }};
 }
 
 HostPlace HostMemory::first_place() const {

@@ -395,9 +395,12 @@ struct ParameterShards::State {
     bool changed = moved;
     for (size_t i = 0; i < own().size(); ++i) changed |= of(own()[i])._version() != versions[i];
     for (auto& [name, device] : devices) {
+      if (device.shared) {
+        device.shared->begin(steps + 1, publication(), changed);
+        continue;
+      }
       const auto& memory = device.memory[rank];
       device.saved = changed && !memory.empty() ? at::cat(memory) : at::Tensor();
-      if (device.shared) device.shared->begin(steps + 1, publication());
     }
     began = true;
   }
@@ -412,12 +415,12 @@ struct ParameterShards::State {
   }
 
   void restore() {
+    for (auto& [name, device] : devices) {
+      if (device.shared) device.shared->give_up(steps + 1);
+    }
     if (!began) return;
     for (auto& [name, device] : devices) {
-      if (device.shared) {
-        device.shared->give_up(steps + 1, device.saved);
-        continue;
-      }
+      if (device.shared) continue;
       const at::Tensor& sent = device.sent[static_cast<size_t>(steps % 2)];
       const at::Tensor& before = device.saved.defined() ? device.saved : sent;
       copy_all(device.memory[rank], split_like(before, device.memory[rank]));

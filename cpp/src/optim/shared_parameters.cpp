@@ -29,6 +29,8 @@ namespace {
 constexpr int64_t kPlaceAlignment = 64;
 /// A longer wait for another rank would delay an error too much.
 constexpr std::chrono::seconds kLongestWait{10};
+/// How long a rank waits for late ranks before it copies its pieces, which takes longer.
+constexpr std::chrono::microseconds kWaitForBegin{200};
 /// Bytes per thread.
 constexpr int64_t kCopyGrain = int64_t{1} << 20;
 
@@ -70,7 +72,8 @@ at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece) {
 struct SharedParameters::Control {
   alignas(
       kPlaceAlignment) std::atomic<uint64_t> outcome;  ///< 2k: step k is complete; 2k + 1: given up
-  alignas(kPlaceAlignment) std::atomic<uint64_t> changing;  ///< in this step; 0: in none
+  alignas(kPlaceAlignment) std::atomic<uint64_t> changing;  ///< the step it is in; 0: in none
+  std::atomic<uint64_t> begun;                              ///< the last step
   std::atomic<uint64_t> pid, start_time;
 };
 
@@ -183,13 +186,37 @@ void SharedParameters::find_memory() {
   }
 }
 
-void SharedParameters::begin(int64_t number, const std::string& what) {
+bool SharedParameters::all_have_begun(uint64_t number) const {
+  for (size_t rank = 0; rank < size_; ++rank) {
+    if (control(rank).begun.load() < number) return false;
+  }
+  return true;
+}
+
+/// A copy of the bytes of this rank's pieces, one after another.
+at::Tensor SharedParameters::copy_of_pieces() const {
+  std::vector<at::Tensor> pieces;
+  for (const Arena& arena : arenas_) {
+    for (const ParameterPiece& piece : arena.pieces[rank_])
+      pieces.push_back(bytes_of(arena.parameters[static_cast<size_t>(piece.parameter)], piece));
+  }
+  return pieces.empty() ? at::empty({0}, at::kByte) : at::cat(pieces);
+}
+
+void SharedParameters::begin(int64_t number, const std::string& what, bool changed) {
+  const auto step = static_cast<uint64_t>(number);
   Control& mine = control(rank_);
-  mine.changing = static_cast<uint64_t>(number);  // before `outcome` is read: see wait_for_others()
-  if (control(0).outcome.load() / 2 < static_cast<uint64_t>(number)) return;
-  mine.changing = 0;
-  throw_communication_error(what, *group_,
-                            std::make_exception_ptr(Error("another rank has given the step up")));
+  mine.changing = step;  // before `outcome` is read: see wait_for_others()
+  if (control(0).outcome.load() / 2 >= step) {
+    mine.changing = 0;
+    throw_communication_error(what, *group_,
+                              std::make_exception_ptr(Error("another rank has given the step up")));
+  }
+  mine.begun = step;
+  const auto until = std::chrono::steady_clock::now() + kWaitForBegin;
+  while (!changed && !all_have_begun(step) && std::chrono::steady_clock::now() < until)
+    std::this_thread::yield();
+  saved_ = changed || !all_have_begun(step) ? copy_of_pieces() : at::Tensor();
 }
 
 /// Sets the outcome of a step, unless another rank has; returns whether the step is complete.
@@ -212,6 +239,7 @@ void SharedParameters::receive() {
   for (size_t rank = 0; rank < size_; ++rank) {
     if (rank != rank_) copied_[rank].in();
   }
+  saved_.reset();
   control(rank_).changing = 0;
 }
 
@@ -230,19 +258,19 @@ void SharedParameters::exchange(int64_t number, const std::string& what) {
   barrier(what + ", received");
 }
 
-void SharedParameters::give_up(int64_t number, const at::Tensor& saved) {
-  if (decide(number, /*complete=*/false)) {
-    // Ranks that have received everything may already change their parameters.
-    if (control(rank_).changing.load() == static_cast<uint64_t>(number)) receive();
-    return;
-  }
-  const size_t other = (rank_ + 1) % size_;  // none of them has received a piece
+void SharedParameters::give_up(int64_t number) {
+  const bool complete = decide(number, /*complete=*/false);
+  // Ranks that have received everything may already change their parameters.
+  if (control(rank_).changing.load() != static_cast<uint64_t>(number)) return;
+  if (complete) return receive();
+  const size_t other = (rank_ + 1) % size_;  // it has begun the step, and has received no piece
   int64_t begin = 0;
   for (const Arena& arena : arenas_) {
-    copy_spans(arena.of_rank[rank_], arena.of_rank[other], arena.spans[rank_]);
+    if (!saved_.defined())
+      copy_spans(arena.of_rank[rank_], arena.of_rank[other], arena.spans[rank_]);
     for (const ParameterPiece& piece : arena.pieces[rank_]) {
       const at::Tensor place = arena.place_of(piece, rank_);
-      if (saved.defined()) place.copy_(saved.narrow(0, begin, place.numel()));
+      if (saved_.defined()) place.copy_(saved_.narrow(0, begin, place.numel()));
       begin += place.numel();
     }
   }

@@ -27,21 +27,26 @@ at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece);
 // change that every rank makes to its parameters would be made several times.)
 //
 // Until a rank copies, it has the old values of the other ranks' pieces. They are how a step is
-// undone if a rank fails or ends: the memory of an ended process stays mapped. So no rank may
-// change its parameters in any other way before the others have restored theirs, and the ranks have
-// to agree on whether a step is complete. Both are settled in shared memory (Control):
+// undone if a rank fails or ends: the memory of an ended process stays mapped. This requires that
+// no rank changes its parameters in any other way from then on. So before its step a rank checks
+// whether all others have begun theirs, and if one is late, it copies its own pieces. And a rank
+// that fails waits until the others have restored theirs. The ranks also have to agree on whether a
+// step is complete. All this is settled in shared memory (Control):
 //
 // - `outcome`, one for all ranks, is set once for each step, by the first rank that finds that all
 //   have stepped, or that gives the step up. A rank whose collective fails follows it, so all
 //   surviving ranks end with the parameters from before the step, or all with those after it.
-// - `changing` is set while a rank changes its own pieces. A rank that gives up waits until no
-//   running rank does.
+// - `changing` is set while a rank is in a step: it may need the memory of the others, and changes
+//   its own pieces only.
+// - `begun` is the last step that a rank has begun.
 //
 // The second collective of a step tells each rank that its pieces have been copied.
 //
 // The storage of a parameter is moved into shared memory if nothing but the parameter refers to it.
 // Otherwise, and after the program has replaced the memory of a parameter, the parameter is copied
 // to and from its place there.
+//
+// A forked process has its own copy of the parameters: see HostMemory::allocate_private_in_forks().
 
 /// Used by ParameterShards. Steps are numbered from 1. Not thread safe.
 class SharedParameters {
@@ -64,19 +69,18 @@ class SharedParameters {
   void find_memory();
 
   /// Call it before this rank changes its pieces in step `number`.
+  /// @param changed  whether they were changed since the last step.
   /// @throws CommunicationError if another rank has given that step up.
-  void begin(int64_t number, const std::string& what);
+  void begin(int64_t number, const std::string& what, bool changed);
 
   /// Sends this rank's pieces and receives the others'. Collective; blocks the host. If it throws,
   /// call give_up().
   /// @throws CommunicationError.
   void exchange(int64_t number, const std::string& what);
 
-  /// Gives step `number` up, and restores the values of this rank's pieces from before it. If the
-  /// ranks have agreed that it is complete, receives the others' pieces instead.
-  /// @param saved  the bytes of the pieces if they were changed since the last step, one after
-  ///               another; else undefined.
-  void give_up(int64_t number, const at::Tensor& saved);
+  /// Gives step `number` up. If this rank has begun it, restores its pieces to their values from
+  /// before it, or receives the others' pieces if the ranks have agreed that it is complete.
+  void give_up(int64_t number);
   /// Waits until no other running rank needs this rank's parameters for step `number`, for some
   /// seconds at most. Call it when the other ranks were notified of a failure.
   void wait_for_others(int64_t number) const;
@@ -88,6 +92,8 @@ class SharedParameters {
 
   Control& control(size_t rank) const;
   bool decide(int64_t number, bool complete);
+  bool all_have_begun(uint64_t number) const;
+  at::Tensor copy_of_pieces() const;
   void receive();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -96,6 +102,9 @@ class SharedParameters {
   std::vector<Arena> arenas_;         ///< one per add()
   /// By rank, its pieces of parameters that are not in shared memory, with their places there.
   std::vector<Copied> copied_;
+  /// The bytes of this rank's pieces from before the step in progress, one after another; undefined
+  /// if the other ranks have them.
+  at::Tensor saved_;
 };
 
 }  // namespace apex::parallel
