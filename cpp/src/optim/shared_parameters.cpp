@@ -166,6 +166,7 @@ void SharedParameters::add(const std::vector<at::Tensor>& parameters, const Piec
     }
   }
   arenas_.push_back(std::move(arena));
+  saved_.reset();  // of another size
   find_memory();
 }
 
@@ -193,14 +194,15 @@ bool SharedParameters::all_have_begun(uint64_t number) const {
   return true;
 }
 
-/// A copy of the bytes of this rank's pieces, one after another.
-at::Tensor SharedParameters::copy_of_pieces() const {
+void SharedParameters::save() {
   std::vector<at::Tensor> pieces;
   for (const Arena& arena : arenas_) {
     for (const ParameterPiece& piece : arena.pieces[rank_])
       pieces.push_back(bytes_of(arena.parameters[static_cast<size_t>(piece.parameter)], piece));
   }
-  return pieces.empty() ? at::empty({0}, at::kByte) : at::cat(pieces);
+  if (!saved_.defined()) saved_ = at::empty({0}, at::kByte);
+  if (!pieces.empty()) at::cat_out(saved_, pieces);
+  is_saved_ = true;
 }
 
 void SharedParameters::begin(int64_t number, const std::string& what, bool changed) {
@@ -216,7 +218,8 @@ void SharedParameters::begin(int64_t number, const std::string& what, bool chang
   const auto until = std::chrono::steady_clock::now() + kWaitForBegin;
   while (!changed && !all_have_begun(step) && std::chrono::steady_clock::now() < until)
     std::this_thread::yield();
-  saved_ = changed || !all_have_begun(step) ? copy_of_pieces() : at::Tensor();
+  is_saved_ = false;
+  if (changed || !all_have_begun(step)) save();
 }
 
 /// Sets the outcome of a step, unless another rank has; returns whether the step is complete.
@@ -239,7 +242,6 @@ void SharedParameters::receive() {
   for (size_t rank = 0; rank < size_; ++rank) {
     if (rank != rank_) copied_[rank].in();
   }
-  saved_.reset();
   control(rank_).changing = 0;
 }
 
@@ -266,11 +268,10 @@ void SharedParameters::give_up(int64_t number) {
   const size_t other = (rank_ + 1) % size_;  // it has begun the step, and has received no piece
   int64_t begin = 0;
   for (const Arena& arena : arenas_) {
-    if (!saved_.defined())
-      copy_spans(arena.of_rank[rank_], arena.of_rank[other], arena.spans[rank_]);
+    if (!is_saved_) copy_spans(arena.of_rank[rank_], arena.of_rank[other], arena.spans[rank_]);
     for (const ParameterPiece& piece : arena.pieces[rank_]) {
       const at::Tensor place = arena.place_of(piece, rank_);
-      if (saved_.defined()) place.copy_(saved_.narrow(0, begin, place.numel()));
+      if (is_saved_) place.copy_(saved_.narrow(0, begin, place.numel()));
       begin += place.numel();
     }
   }

@@ -93,7 +93,7 @@ class SharedParameters {
   Control& control(size_t rank) const;
   bool decide(int64_t number, bool complete);
   bool all_have_begun(uint64_t number) const;
-  at::Tensor copy_of_pieces() const;
+  void save();
   void receive();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -102,9 +102,10 @@ class SharedParameters {
   std::vector<Arena> arenas_;         ///< one per add()
   /// By rank, its pieces of parameters that are not in shared memory, with their places there.
   std::vector<Copied> copied_;
-  /// The bytes of this rank's pieces from before the step in progress, one after another; undefined
-  /// if the other ranks have them.
+  /// The bytes of this rank's pieces from before the step in progress, one after another, if
+  /// `is_saved_`; otherwise the other ranks have them. Allocated when it is first needed.
   at::Tensor saved_;
+  bool is_saved_ = false;
 };
 
 }  // namespace apex::parallel

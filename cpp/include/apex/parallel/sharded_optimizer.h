@@ -96,8 +96,9 @@ class ShardedOptimizer {
   /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
   /// enqueued on the current stream (NCCL).
   /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws. The
-  ///         other ranks then throw CommunicationError. Parameters are restored to their values
-  ///         before the step, and the group cannot be used any more.
+  ///         other ranks then throw CommunicationError. Parameters are those from before the step,
+  ///         on ranks of one host possibly on all those after it. The group cannot be used any
+  ///         more.
   void step() {
     try {
       shards_.take_gradients();
