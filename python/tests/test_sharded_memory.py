@@ -247,6 +247,35 @@ def test_sharded_optimizer_moves_parameters_that_are_not_shared(ranks: RankPool)
     ranks.run(2, _moves)
 
 
+def _workers(rank: int, world: int) -> None:
+    """Processes forked one after another have one copy of the parameters in common."""
+    model = nn.Linear(3000, 3000)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    resident = pathlib.Path("/proc/self/statm")
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        ready = os.pipe()
+        sizes, children = [], []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(4):
+                child = os.fork()
+                if child == 0:
+                    os.read(ready[0], 1)
+                    os._exit(0)
+                children.append(child)
+                sizes.append(int(resident.read_text().split()[1]) * 4096)
+        check(sizes[-1] - sizes[0] < 20e6, f"resident after each fork: {sizes}")
+        os.write(ready[1], b"xxxx")
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def test_sharded_optimizer_forked_workers_have_one_copy(ranks: RankPool) -> None:
+    ranks.run(2, _workers)
+
+
 def _again(rank: int, world: int) -> None:
     """Optimizers follow each other on the same parameters, also at the same time."""
     model, twin = _model(), _model()

@@ -82,11 +82,18 @@ int open_file(int64_t pid, const HostPlace& place) {
 
 void close_file(int fd) { ::close(fd); }
 
+// Note [Copies for forked processes]
+//
+// A forked process would share these pages with its parent, whatever either of them writes. So the
+// parent copies them to private memory before it forks, and the child moves that memory to where
+// the pages are. Processes that are forked one after another, such as the workers of a data loader,
+// have one copy in common (on write), which the parent keeps until it drops it.
+
 /// Memory of which a forked process gets a copy. Never destroyed.
 struct PrivateInForks {
   struct Region {
     size_t bytes = 0;
-    void* copy = nullptr;  ///< while the process forks; null if the system has no memory
+    void* copy = nullptr;
   };
   std::mutex mutex;  ///< locked while the process forks
   std::map<char*, Region> regions;
@@ -96,32 +103,39 @@ struct PrivateInForks {
     return *all;
   }
 
+  static void drop(Region& region) {
+    if (region.copy != nullptr) ::munmap(region.copy, region.bytes);
+    region.copy = nullptr;
+  }
+
   static void before_fork() {
     PrivateInForks& all = instance();
     all.mutex.lock();
     for (auto& [data, region] : all.regions) {
+      if (region.copy != nullptr && std::memcmp(region.copy, data, region.bytes) == 0) continue;
+      drop(region);
       void* const copy =
           ::mmap(nullptr, region.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      region.copy = copy == MAP_FAILED ? nullptr : copy;
-      if (region.copy != nullptr) std::memcpy(copy, data, region.bytes);
+      if (copy == MAP_FAILED) continue;  // the child shares the pages
+      std::memcpy(copy, data, region.bytes);
+      region.copy = copy;
     }
   }
-  static void in_parent() {
-    PrivateInForks& all = instance();
-    for (auto& [data, region] : all.regions) {
-      if (region.copy != nullptr) ::munmap(region.copy, region.bytes);
-    }
-    all.mutex.unlock();
-  }
+  static void in_parent() { instance().mutex.unlock(); }
   static void in_child() {
     PrivateInForks& all = instance();
     for (auto& [data, region] : all.regions) {
       if (region.copy == nullptr) continue;
       ::mremap(region.copy, region.bytes, region.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data);
     }
+    all.regions.clear();  // private already
     all.mutex.unlock();
   }
 
+  void drop_copies() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& [data, region] : regions) drop(region);
+  }
   void add(char* data, size_t bytes) {
     static const int registered = ::pthread_atfork(before_fork, in_parent, in_child);
     if (registered != 0) throw Error("no shared memory (pthread_atfork)");
@@ -130,7 +144,10 @@ struct PrivateInForks {
   }
   void remove(char* data) {
     const std::lock_guard<std::mutex> lock(mutex);
-    regions.erase(data);
+    const auto found = regions.find(data);
+    if (found == regions.end()) return;
+    drop(found->second);
+    regions.erase(found);
   }
 };
 
@@ -151,6 +168,7 @@ struct PrivateInForks {
   }
   void add(char*, size_t) {}
   void remove(char*) {}
+  void drop_copies() {}
 };
 
 #endif
@@ -274,6 +292,8 @@ std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
             memory.reset();
           }};
 }
+
+void HostMemory::drop_fork_copies() { PrivateInForks::instance().drop_copies(); }
 
 HostPlace HostMemory::first_place() const {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -17,6 +17,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/host_memory.h"
 #include "transport/separate_group.h"
 #include "watch/process_state.h"
 #include "watch/watcher.h"
@@ -214,6 +215,7 @@ void SharedParameters::begin(int64_t number, const std::string& what, bool chang
     throw_communication_error(what, *group_,
                               std::make_exception_ptr(Error("another rank has given the step up")));
   }
+  HostMemory::drop_fork_copies();
   mine.begun = step;
   const auto until = std::chrono::steady_clock::now() + kWaitForBegin;
   while (!changed && !all_have_begun(step) && std::chrono::steady_clock::now() < until)
