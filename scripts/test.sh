@@ -40,7 +40,7 @@ if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(
     echo "that failed; CMake will fetch GoogleTest instead"
 fi
 
-apex_ensure_venv "$venv" "pytest>=8" pytest-xdist expecttest scikit-learn tqdm pillow matplotlib || exit 1
+apex_ensure_venv "$venv" "pytest>=8" "pytest-xdist>=3.8" expecttest scikit-learn tqdm pillow matplotlib || exit 1
 # The last two run the notebook of examples/.
 apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ipykernel nbclient ||
   echo "that failed; tests of what could not be installed are skipped"
@@ -75,7 +75,7 @@ echo "Python tests"
 # From another folder, so that the installed package is tested and not the sources.
 (cd "$results" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest \
   -c "$apex_root/pyproject.toml" --rootdir "$apex_root" "$apex_root/python/tests" \
-  --numprocesses "$workers" --dist loadfile -q --durations 20 \
+  --numprocesses "$workers" --dist loadfile --no-loadscope-reorder -q --durations 20 \
   --junit-xml "$results/pytest.xml" ${python_tests[@]+"${python_tests[@]}"} "$@")
 python_status=$?
 

@@ -6,7 +6,7 @@
 
 #include <apex/parallel/bucket_assignment.h>
 
-// Planning: once per learnt order, so it only has to be small next to a step.
+// Planning: once per recorded order, so it only has to be small next to a step.
 
 namespace {
 

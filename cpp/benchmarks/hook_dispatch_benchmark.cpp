@@ -78,7 +78,7 @@ void Backward(benchmark::State& state) {
     if (reducer) reducer->watch_outputs({loss});
     loss.backward();
   };
-  step();  // learns the order
+  step();  // records the order
   for (auto _ : state) step();
   state.SetItemsProcessed(state.iterations() * count);
   if (reducer) {

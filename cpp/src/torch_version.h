@@ -105,9 +105,9 @@ inline void require_same_ranks(const c10d::ProcessGroup& group, int rank, int si
   const int size_now = group.getSize();
   if (rank_now == rank && size_now == size) return;
   throw Error("rank " + std::to_string(rank_now) + " of " + std::to_string(size_now) +
-              ": the process group was reconfigured; " + what + " was made when this was rank " +
+              ": the process group was reconfigured; " + what + " was created when this was rank " +
               std::to_string(rank) + " of " + std::to_string(size) +
-              ". Construct a new wrapper on every rank after the group has changed");
+              ". Construct a new wrapper on every rank after the group changes");
 }
 
 }  // namespace apex::parallel::detail

@@ -57,8 +57,8 @@ def _built_for_this_torch() -> None:
     # Patch releases of torch keep their C++ interface. The wheel's requirement relies on this too.
     if built.split(".")[:2] != present.split(".")[:2]:
         raise ImportError(
-            f"apex was built against torch {built}, but torch {present} is installed, and C++ "
-            f"libraries of two versions do not fit together: rebuild apex with `{REBUILD}`."
+            f"apex was built against torch {built}, but torch {present} is installed, and its C++ "
+            f"libraries are not compatible between versions: rebuild apex with `{REBUILD}`."
         )
     if _build_info.with_cuda and torch.version.cuda != _build_info.cuda_version:
         raise ImportError(
@@ -82,8 +82,8 @@ def _cuda_parts() -> None:
     if torch.version.cuda is None or _build_info.with_cuda:
         return
     warnings.warn(
-        f"torch {torch.__version__} was built for CUDA, but this apex without its CUDA parts "
-        f"({_build_info.cuda_reason}): to train on GPUs, install nvcc of CUDA "
+        f"torch {torch.__version__} was built for CUDA, but this apex was built without its CUDA "
+        f"parts ({_build_info.cuda_reason}): to train on GPUs, install nvcc of CUDA "
         f"{torch.version.cuda} and rebuild apex with `{REBUILD}`.",
         RuntimeWarning,
         stacklevel=4,

@@ -85,7 +85,7 @@ def _run(rank: int, store: str) -> None:
                 end="",
                 flush=True,
             )
-    with _chapter(rank, "one of these steps, as a trace and as a picture"):
+    with _chapter(rank, "one of these steps, as a trace and as a plot"):
         model.record_overlap()
         _train(model, 1)
         report = model.overlap_report()
@@ -97,7 +97,7 @@ def _run(rank: int, store: str) -> None:
             written += f", {PICTURE}"
         if rank == 0:
             print(f"written: {written}", flush=True)
-    with _chapter(rank, f"rank 1 is late: said after {STALL_S:g} s (10 if nobody sets it)"):
+    with _chapter(rank, f"rank 1 is late: reported after {STALL_S:g} s (default: 10)"):
         slow.seconds = 2 * STALL_S if rank == 1 else 0
         _train(model, 1)
     slow.seconds = 0
@@ -115,7 +115,7 @@ def _run(rank: int, store: str) -> None:
 
 def main() -> int:
     os.environ["APEX_STALL_SECONDS"] = str(STALL_S)
-    print("apex.demo: what this process is told, of two that train on this machine", flush=True)
+    print("apex.demo: what one of two processes that train on this host reports", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         ranks = [context.Process(target=_run, args=(r, os.path.join(folder, "s"))) for r in (0, 1)]

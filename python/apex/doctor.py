@@ -35,8 +35,8 @@ _MOST_S = 1e6
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m apex.doctor",
-        description="Looks at this installation and this host, or at all hosts of a job, and says "
-        "what to change.",
+        description="Examines this installation and this host, or all hosts of a job, and "
+        "recommends changes.",
         epilog="In a job: torchrun ... -m apex.doctor, on every node.",
         allow_abbrev=False,
     )

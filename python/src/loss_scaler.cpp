@@ -43,7 +43,7 @@ void init_loss_scaler(nb::module_& m) {
   m.def(
       "cast",
       [](const at::Tensor& tensor, nb::handle dtype) {
-        if (!THPDtype_Check(dtype.ptr())) throw nb::type_error("cast: dtype is no torch.dtype.");
+        if (!THPDtype_Check(dtype.ptr())) throw nb::type_error("cast: dtype is not a torch.dtype.");
         const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
         const nb::gil_scoped_release no_gil;
         return amp::cast(tensor, type);

@@ -77,7 +77,8 @@ std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std
 nb::dict to_dict(const ReducerStatistics& statistics) {
   nb::dict result;
   result["backwards"] = statistics.backwards;
-  result["plans_learnt"] = statistics.plans_learnt;
+  result["plans_recorded"] = statistics.plans_recorded;
+  result["plans_learnt"] = statistics.plans_recorded;  // deprecated name
   result["plans_extended"] = statistics.plans_extended;
   result["launched_in_backward"] = statistics.launched_in_backward;
   result["launched_at_end"] = statistics.launched_at_end;
@@ -190,7 +191,7 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
   if (name == "bf16_fp32_sum") {
     return parallel::make_fp32_accumulate_hook(std::move(group), at::kBFloat16);
   }
-  throw InvalidArgument("there is no built-in communication hook '" + name +
+  throw InvalidArgument("unknown built-in communication hook '" + name +
                         "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
 }
 
@@ -409,7 +410,7 @@ void init_reducer(nb::module_& m) {
       .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())
       .def("wait", &Reducer::wait, release())
       .def("in_flight", &Reducer::in_flight, release())
-      .def("relearn", &Reducer::relearn, release())
+      .def("rebuild_buckets", &Reducer::rebuild_buckets, release())
       .def("release", &Reducer::release, release())
       .def(
           "plan",

@@ -29,8 +29,38 @@ QUICK = (
     "test_overlapped_optimizer.py::test_losses_and_parameters_are_those_of_the_plain_loop",
 )
 
+#: The slowest files, which start first, so that no worker is alone with one of them at the end.
+SLOWEST = (
+    "test_examples_scripts",
+    "test_sharded_optimizer",
+    "test_ddp_gradients",
+    "test_amp_sequences",
+    "test_static_analysis",
+    "test_examples_mnist",
+    "test_ddp_compile",
+    "test_multiproc",
+    "test_package_examples",
+    "test_package_wheel",
+    "test_doctor",
+    "test_ddp_skip",
+    "test_sync_batch_norm",
+    "test_host_backend",
+    "test_amp_accumulation",
+    "test_ddp_checkpointing",
+    "test_overlapped_optimizer",
+    "test_package_finder",
+    "test_several_hosts",
+    "test_ddp_several",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the files, and mark tests.
+
+    With --dist=loadfile --no-loadscope-reorder, each file goes to the next worker that has no work.
+    """
+    places = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
         if item.nodeid.rpartition("/")[2].startswith(QUICK):
             item.add_marker(pytest.mark.quick)

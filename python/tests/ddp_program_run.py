@@ -240,7 +240,7 @@ class Machine:
             self.moved.add(m)
             self.recast.add(m)
         getattr(self, f"_change_{what}")(net, m, op)
-        if what not in ("grad_data", "grad_new", "relearn"):
+        if what not in ("grad_data", "grad_new", "rebuild_buckets"):
             self._new_optimizers()
 
     def _change_double(self, net: Net, m: int, op: Op) -> None:
@@ -296,7 +296,7 @@ class Machine:
 
     def _change_relearn(self, net: Net, m: int, op: Op) -> None:
         for wrapper in self.wrappers[m]:
-            wrapper.relearn()
+            wrapper.rebuild_buckets()
 
     def _change_copy(self, net: Net, m: int, op: Op) -> None:
         """Replace the wrapper by a copy of itself, with copied parameters."""

@@ -51,7 +51,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 CHANGES = (
     "double", "float", "half_float", "channels_last", "data", "transposed", "grad_data", "grad_new",
-    "load", "assign", "replace", "relearn",
+    "load", "assign", "replace", "rebuild_buckets",
 )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from warm import run_script, run_script_on_ranks
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Only a guard against hangs. Nothing here takes nearly this long.
 TIMEOUT_S = 600
-#: Scripts that must not be forked. Their ranks import the script again and unpickle their
-#: arguments, which does not happen if they are forked. This one trains with torch's class and does
-#: not destroy its group. The group then ends with the model, under the interpreter's lock, and
-#: joins Gloo's thread. In a process forked after dynamo was imported, that thread may need the lock
-#: (seen: one run of four hangs in c10d::ProcessGroupGloo's destructor).
-OWN_PROCESS = ("tutorial/mnist-distributed.py",)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -49,9 +42,6 @@ def train(
     """Run the script without a launcher or on that many ranks, forked with torch imported (see
     warm)."""
     path, place = EXAMPLES / script, {"cwd": folder, "timeout_s": TIMEOUT_S}
-    if script in OWN_PROCESS:
-        assert not ranks
-        return run([sys.executable, str(path), *arguments], folder, **env)
     if ranks:
         return run_script_on_ranks(ranks, path, *arguments, env=environment(**env), **place)
     return run_script(path, *arguments, env=environment(**env), **place)

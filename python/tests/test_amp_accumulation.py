@@ -458,7 +458,7 @@ def test_script_that_sums_gradients_itself_sees_the_overflow_of_any_part(ranks: 
 def test_loss_that_is_no_tensor_is_refused_in_one_sentence() -> None:
     (model, _), (optimizer, _) = _two_models("O1")
     with (
-        pytest.raises(TypeError, match="the loss as a tensor with a graph, not a float"),
+        pytest.raises(TypeError, match="a loss tensor with a grad_fn, not a float"),
         amp.scale_loss(0.0, optimizer),
     ):
         pass

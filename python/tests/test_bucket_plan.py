@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,12 +59,33 @@ def _loads(rank: int, world: int, options: dict[str, Any]) -> None:
     for step in range(6):
         check_step(again, rank, world, step)
         check_equal(again.bucket_plan(), plan, "plan that was loaded")
-    check_equal(again.statistics()["plans_learnt"], 1, "plans recorded")
+    check_equal(again.statistics()["plans_recorded"], 1, "plans recorded")
     # The plan does not match any more, so buckets are assigned by size.
     again.module[0].weight.requires_grad_(False)
     check_step(again, rank, world, 8)
     held = [name for bucket in again.bucket_plan() for name in bucket]
     check("0.weight" not in held and len(held) == len(names) - 1, f"{held}")
+
+
+def _calls_the_former_name(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    check_step(ddp, rank, world, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp.relearn()
+    check_equal([w.category for w in caught], [FutureWarning], "warnings")
+    check("rebuild_buckets()" in str(caught[0].message), str(caught[0].message))
+    check_equal(caught[0].filename, __file__, "where the warning points")
+    check_equal(ddp.bucket_plan(), None, "the plan after relearn()")
+    check_step(ddp, rank, world, 1)
+    statistics = ddp.statistics()
+    check_equal(statistics["plans_recorded"], 2, "plans recorded")
+    check_equal(statistics["plans_learnt"], 2, "the former name of the counter")
+
+
+@pytest.mark.processes
+def test_relearn_warns_and_rebuilds_buckets(ranks: RankPool) -> None:
+    ranks.run(2, _calls_the_former_name)
 
 
 @pytest.mark.processes
@@ -78,7 +100,7 @@ def _refuses(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     for plan, text in (
         ([["nothing"]], "names 'nothing', which the module does not have"),
-        ([["0.weight"], ["0.weight"]], "named twice"),
+        ([["0.weight"], ["0.weight"]], "names parameter 0 twice"),
     ):
         error = None
         try:
@@ -91,7 +113,7 @@ def _refuses(rank: int, world: int) -> None:
         DistributedDataParallel(ddp.module, message_size="auto")
     except ValueError as caught:
         error = caught
-    check(error is not None and "Leave it out" in str(error), f"{error}")
+    check(error is not None and "was removed" in str(error), f"{error}")
 
 
 @pytest.mark.processes

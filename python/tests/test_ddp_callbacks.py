@@ -142,10 +142,10 @@ def _raises_in_callback(rank: int, world: int) -> None:
         for name, grad in gradients(ddp).items():
             check_near(grad, expected[name], name, 1e-4)
 
-    def relearn(bucket: Any) -> None:
-        ddp.relearn()
+    def rebuild(bucket: Any) -> None:
+        ddp.rebuild_buckets()
 
-    ddp.register_bucket_callback(relearn)
+    ddp.register_bucket_callback(rebuild)
     try:
         backward(ddp, rank, 0)
     except RuntimeError as caught:
@@ -160,7 +160,7 @@ def test_bucket_callback_that_raises_leaves_gradients_complete(ranks: RankPool) 
 # --- built-in hooks ---
 
 
-def _narrow_wire(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(make(), **options)
     ddp.register_builtin_comm_hook(name)
     tolerance = 2e-3 if name.startswith("fp16") else 1.5e-2
@@ -171,7 +171,9 @@ def _narrow_wire(rank: int, world: int, name: str, options: dict[str, Any]) -> N
         for parameter, grad in gradients(ddp).items():
             check_near(grad, expected[parameter], f"step {step}, {parameter}", tolerance)
             narrow = torch.float16 if name.startswith("fp16") else torch.bfloat16
-            check_equal(grad, grad.to(narrow).to(grad.dtype), "values that fit the wire")
+            check_equal(
+                grad, grad.to(narrow).to(grad.dtype), "values that fit the communication dtype"
+            )
         check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
     check(ddp.statistics()["launched_in_backward"] > 0, "nothing overlapped")
 
@@ -183,7 +185,7 @@ def _narrow_wire(rank: int, world: int, name: str, options: dict[str, Any]) -> N
 def test_builtin_comm_hook_averages(
     ranks: RankPool, name: str, options: dict[str, Any], world: int
 ) -> None:
-    ranks.run(world, _narrow_wire, name, options)
+    ranks.run(world, _low_precision, name, options)
 
 
 def _sums_in_float32(rank: int, world: int) -> None:
@@ -201,7 +203,7 @@ def _sums_in_float32(rank: int, world: int) -> None:
         ddp(values[rank]).sum().backward()
         same[name] = torch.equal(model.weight.grad, expected.float())
     check(same["bf16_fp32_sum"], "rounded more than once")
-    check(not same["bf16"], "the test cannot tell the wires apart")
+    check(not same["bf16"], "the hooks do not differ in this test")
 
 
 def test_builtin_comm_hook_fp32_sum_rounds_once(ranks: RankPool) -> None:
@@ -221,7 +223,7 @@ def _refuses_hooks(rank: int, world: int) -> None:
         ddp.register_builtin_comm_hook("bf16")
     except RuntimeError as caught:
         error = caught
-    raised("registered already", error)
+    raised("already registered", error)
 
 
 def test_builtin_comm_hook_errors_name_the_choices(ranks: RankPool) -> None:
@@ -309,14 +311,14 @@ class Normed(torch.nn.Module):
         return self.b(hidden * scale["by"])
 
 
-def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
+def _runs_narrow(rank: int, world: int, hook: str | None) -> None:
     torch.manual_seed(0)
     model = Normed()
     narrow = torch.bfloat16
     policy = _MixedPrecision(
         param_dtype=narrow,
         buffer_dtype=narrow,
-        reduce_dtype={None: None, "fp32": torch.float32, "fp16": torch.float16}[wire],
+        reduce_dtype={None: None, "fp32": torch.float32, "fp16": torch.float16}[hook],
     )
     ddp = DistributedDataParallel(model, mixed_precision=policy)
     means = {}
@@ -336,21 +338,21 @@ def _runs_narrow(rank: int, world: int, wire: str | None) -> None:
     for name, grad in gradients(ddp).items():
         check_equal(grad.dtype, torch.float32, name)
         check_near(grad, means[name], name, 1e-2)
-    on_wire = {None: narrow, "fp16": torch.float16}.get(wire)
+    sent_as = {None: narrow, "fp16": torch.float16}.get(hook)
     fits = (
-        all(torch.equal(g, g.to(on_wire).float()) for g in gradients(ddp).values())
-        if on_wire
+        all(torch.equal(g, g.to(sent_as).float()) for g in gradients(ddp).values())
+        if sent_as
         else None
     )
-    check(fits in (True, None), f"gradients did not travel as {on_wire}")
+    check(fits in (True, None), f"gradients were not sent as {sent_as}")
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
     # A user hook replaces the communication dtype.
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
-@pytest.mark.parametrize("wire", [None, "fp32", "fp16"])
-def test_mixed_precision_casts_forward_and_wire(ranks: RankPool, wire: str | None) -> None:
-    ranks.run(2, _runs_narrow, wire)
+@pytest.mark.parametrize("hook", [None, "fp32", "fp16"])
+def test_mixed_precision_casts_forward_and_communication(ranks: RankPool, hook: str | None) -> None:
+    ranks.run(2, _runs_narrow, hook)
 
 
 # --- profiler ranges ---

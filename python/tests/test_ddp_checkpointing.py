@@ -133,7 +133,7 @@ def test_checkpointing_every_form_averages(
     ranks: RankPool, how: str, reentrant: bool, options: dict[str, Any]
 ) -> None:
     for statistics in ranks.run(2, _trains, how, reentrant, options):
-        assert statistics["plans_learnt"] == 1
+        assert statistics["plans_recorded"] == 1
         assert statistics["backwards"] == 4
         if not options.get("delay_allreduce"):
             assert statistics["launched_in_backward"] > 0, "nothing overlapped with backward"

@@ -41,7 +41,7 @@ def _not_a_member(rank: int, world: int) -> None:
     if rank == 0:
         DistributedDataParallel(nn.Linear(2, 2), process_group=group)
     else:
-        with raises(RuntimeError, "rank 1 is not a member of the process group"):
+        with raises(RuntimeError, "rank 1 is not a member of its process group"):
             DistributedDataParallel(nn.Linear(2, 2), process_group=group)
 
 
@@ -157,7 +157,9 @@ def _overlapping(rank: int, world: int) -> None:
         return
     with (
         unittest.mock.patch.object(_options, "over_gloo", lambda *_: False),
-        raises(ValueError, "in different numbers of process groups", "num_allreduce_streams=1"),
+        raises(
+            ValueError, "belong to different numbers of process groups", "num_allreduce_streams=1"
+        ),
     ):
         DistributedDataParallel(build(), process_group=groups[1], num_allreduce_streams=2)
 
@@ -192,8 +194,8 @@ def _alone(rank: int, world: int, what: str, culprit: int) -> None:
     for step in range(2):
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"before, step {step}")
     if rank == culprit:
-        if what == "relearn":
-            ddp.relearn()
+        if what == "rebuild_buckets":
+            ddp.rebuild_buckets()
         else:
             ddp.register_builtin_comm_hook("bf16")
     with raises(RuntimeError, what, str(culprit)):
@@ -201,7 +203,7 @@ def _alone(rank: int, world: int, what: str, culprit: int) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("what", ["relearn", "communication hook"])
+@pytest.mark.parametrize("what", ["rebuild_buckets", "communication hook"])
 def test_what_one_rank_alone_has_asked_for_raises_on_all(
     ranks: RankPool, what: str, culprit: int
 ) -> None:
@@ -218,10 +220,10 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bool", {"message_size": True}, TypeError, "got bool"),
     ("cap_zero", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
     ("cap_nan", {"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb must be positive"),
-    ("cap_text", {"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb takes numbers of MiB"),
+    ("cap_text", {"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb must be a number of MiB"),
     ("cap_list_zero", {"bucket_cap_mb_list": [1, 0]}, ValueError, "bucket_cap_mb_list must be"),
-    ("cap_list_text", {"bucket_cap_mb_list": "12"}, TypeError, "bucket_cap_mb_list takes numbers"),
-    ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "give one of them"),
+    ("cap_list_text", {"bucket_cap_mb_list": "12"}, TypeError, "bucket_cap_mb_list must be"),
+    ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "pass only one of them"),
     ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
@@ -229,8 +231,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
     ("switch_init_sync", {"init_sync": "no"}, TypeError, "init_sync must be True or False"),
     ("switch_check", {"check_reduction": 2}, TypeError, "check_reduction must be True or False"),
-    ("half_a_stream", {"num_allreduce_streams": 1.5}, TypeError, "is a whole number, got 1.5"),
-    ("group_of_ranks", {"process_group": [0, 1]}, TypeError, "new_group() returns, got list"),
+    ("half_a_stream", {"num_allreduce_streams": 1.5}, TypeError, "must be an integer, got 1.5"),
+    ("group_of_ranks", {"process_group": [0, 1]}, TypeError, "new_group() returns it, got list"),
     ("no_stream", {"num_allreduce_streams": 0}, ValueError, "at least 1"),
     ("communicators_one_stream", {"allreduce_communicators": ([None], [None])}, ValueError,
      "needs num_allreduce_streams > 1"),
@@ -247,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("typing_error", {"brodcast_buffers": True}, TypeError,
      "unexpected keyword argument 'brodcast_buffers'. Did you mean 'broadcast_buffers'?"),
     ("unknown", {"xyz": 1}, TypeError, "unexpected keyword argument 'xyz'"),
-    ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "no parameter of"),
+    ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "not a parameter of"),
 ]  # fmt: skip
 
 
@@ -300,12 +302,12 @@ def _refuses_more(rank: int, world: int) -> None:
     model = nn.Linear(2, 2)
     with raises(TypeError, "wraps a torch.nn.Module, got int"):
         DistributedDataParallel(3)
-    with raises(ValueError, "allreduce_trigger_params", "give one of the two"):
+    with raises(ValueError, "allreduce_trigger_params", "pass only one of them"):
         DistributedDataParallel(
             model, delay_allreduce=True, allreduce_trigger_params=[model.weight]
         )
     model.bias.requires_grad_(False)
-    with raises(ValueError, "'bias', which requires no gradient"):
+    with raises(ValueError, "'bias', which does not require a gradient"):
         DistributedDataParallel(model, allreduce_trigger_params=[model.bias])
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     with raises(ValueError, "process_group and device_mesh"):
@@ -381,7 +383,7 @@ def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:
         for _ in range(3):
             ddp(x).sum().backward()
     check_equal(len(caught), 1, f"number of warnings: {[str(w.message) for w in caught]}")
-    check("nothing is synchronized" in str(caught[0].message), str(caught[0].message))
+    check("no gradients are synchronized" in str(caught[0].message), str(caught[0].message))
     check_equal(caught[0].filename, __file__, "where the warning points")
     check(x.grad is not None, "no gradient of the input")
     check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
@@ -398,10 +400,12 @@ def test_module_without_trainable_parameter_warns_once(ranks: RankPool, paramete
 def _static_graph_broken(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), static_graph=True)
     ddp(data(rank), [0, 1]).sum().backward()
-    with raises(RuntimeError, f"rank {rank}", "'layers.2.", "static_graph=True", "relearn()"):
+    with raises(
+        RuntimeError, f"rank {rank}", "'layers.2.", "static_graph=True", "rebuild_buckets()"
+    ):
         ddp(data(rank), [0, 2]).sum().backward()
-    ddp.relearn()
-    check_step(ddp, _loss, "learnt anew")
+    ddp.rebuild_buckets()
+    check_step(ddp, _loss, "recorded again")
 
 
 def test_static_graph_broken_names_the_parameter(ranks: RankPool) -> None:
@@ -436,7 +440,7 @@ def test_rank_that_dies_in_backward_survivors_raise(
     assert code == 7
     for rank, message in ((0, first), (2, third)):
         assert f"rank {rank} of 3" in message
-        assert "has probably stopped, has fewer batches, which join() covers, or left" in message
+        assert "has probably stopped, has fewer batches (join() covers this), or left" in message
         if when:
             assert "bucket" in message and "parameter 'layers." in message
 

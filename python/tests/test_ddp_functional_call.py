@@ -238,7 +238,7 @@ def _around_vmap(rank: int, world: int) -> None:
     torch.func.vmap(ddp)(data(rank))
     check_equal(ddp.module.scale, torch.full((5,), 1.0 + rank), "the rank's own buffer")
     ddp.module.first.weight = nn.Parameter(ddp.module.first.weight.detach().clone())
-    with raises(RuntimeError, "transforms of torch.func communicate nothing"):
+    with raises(RuntimeError, "cannot create one inside a transform of torch.func"):
         torch.func.vmap(ddp)(data(rank))
     ddp(data(rank)).sum().backward()
     check_equal(ddp.module.scale, torch.ones(5), "rank 0's buffer")
@@ -254,7 +254,7 @@ def _without_engine(rank: int, world: int) -> None:
 
     copied = pickle.loads(pickle.dumps(_make()))
     tensors = _others(copied, rank, "leaves")
-    with raises(RuntimeError, "functional_call()", "one forward of its own"):
+    with raises(RuntimeError, "functional_call()", "one forward of the wrapper itself"):
         functional_call(copied, tensors, data(rank))
     check_step(copied, _loss, "a forward of its own")
     functional_call(copied, tensors, data(rank)).sum().backward()

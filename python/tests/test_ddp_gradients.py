@@ -129,7 +129,7 @@ def test_gradients_every_option_equal_whole_batch(ranks: RankPool, option: str, 
 def test_message_size_small_launches_in_backward(ranks: RankPool) -> None:
     for statistics in ranks.run(2, _trains_right, "mlp", {"message_size": 20}):
         assert statistics["launched_in_backward"] > 0
-        assert statistics["plans_learnt"] == 1
+        assert statistics["plans_recorded"] == 1
         assert statistics["backwards"] == 4
 
 

@@ -208,9 +208,9 @@ def _is_refused(rank: int, world: int) -> None:
         Join([optimizer, ddp])
     with raises(ValueError, "only one"):
         Join([DistributedDataParallel(make()), ddp])
-    with ddp.join(), raises(RuntimeError, "inside join()"):
+    with ddp.join(), raises(RuntimeError, "torch's Join was entered inside"):
         Join([ddp])
-    with raises(RuntimeError, "join() inside join()"), Join([ddp]), ddp.join():
+    with raises(RuntimeError, "join() was entered inside another join()"), Join([ddp]), ddp.join():
         pass
     gc.collect()
 

@@ -139,7 +139,7 @@ def _reassigns(rank: int, world: int, on: list[int]) -> None:
         check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
     check_equal(model.mine.data, torch.full((2,), float(rank)), "a parameter of the rank's own")
     check_equal(ddp.statistics()["backwards"], 4, "backwards of the first engine")
-    check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
+    check_equal(ddp.statistics()["plans_recorded"], 1, "plans")
     # A change that counts is still detected.
     model.layers[0] = _layer(rank)
     ddp(data(rank))

@@ -102,7 +102,7 @@ def _future_fails(rank: int, world: int) -> None:
     else:
         with contextlib.suppress(RuntimeError):
             _loss(ddp, rank).backward()
-    with raises(RuntimeError, "start again with a new process group"):
+    with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
 
 
@@ -188,7 +188,7 @@ def _hook_raises(rank: int, world: int, at: int) -> None:
         parts.append("rank 1 reports that communication hook")
     with raises(RuntimeError, *parts):
         _loss(ddp, rank).backward()
-    with raises(RuntimeError, "start again with a new process group"):
+    with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
 
 
@@ -348,8 +348,8 @@ def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
     model = build()
     ddp = DistributedDataParallel(model, process_group=_group(), retain_allreduce_buffers=True)
     for step in range(5):
-        if step == 2 and change == "relearn":
-            ddp.relearn()
+        if step == 2 and change == "rebuild_buckets":
+            ddp.rebuild_buckets()
         if step == 2 and change == "freeze":
             model.layers[0].bias.requires_grad_(False)
         ddp.zero_grad(set_to_none=False)
@@ -361,7 +361,7 @@ def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
         check_same_on_all_ranks(grads, f"scaled gradients, step {step}")
 
 
-@pytest.mark.parametrize("change", ["relearn", "freeze"])
+@pytest.mark.parametrize("change", ["rebuild_buckets", "freeze"])
 def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change: str) -> None:
     ranks.run(2, _unused_here_is_a_view, change)
 

@@ -84,7 +84,7 @@ def _scripted(rank: int, world: int, kind: str, options: dict[str, Any]) -> None
     check_same_on_all_ranks([p.data for p in ddp.parameters()], "parameters")
     for step in range(4):
         _check_step(ddp, kind, rank, world, step)
-    check_equal(ddp.statistics()["plans_learnt"], 1, "plans")
+    check_equal(ddp.statistics()["plans_recorded"], 1, "plans")
     # Replacing a parameter of the scripted part is detected.
     part = model.first if kind != "child" else getattr(model.first, "0")
     part.weight = nn.Parameter(torch.full((5, 4), 0.1 + rank))

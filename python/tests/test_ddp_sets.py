@@ -53,7 +53,7 @@ def _step(ddp: Any, step: int, what: str = "") -> None:
 
 CHANGES = {
     "freezes": lambda ddp: ddp.module.layers[1].requires_grad_(False),
-    "relearns": lambda ddp: ddp.relearn(),
+    "rebuilds": lambda ddp: ddp.rebuild_buckets(),
     "alternates": lambda ddp: ddp.module.layers[1].requires_grad_(
         not ddp.module.layers[1].weight.requires_grad
     ),

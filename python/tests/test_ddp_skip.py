@@ -320,7 +320,7 @@ def _refused(rank: int, world: int) -> None:
     skipping = DistributedDataParallel(make(), on_failure="skip")
     with raises_in_rank(ValueError, "on_failure='skip'"):
         OverlappedOptimizer(torch.optim.SGD(skipping.parameters(), lr=0.1), skipping)
-    with raises_in_rank(ValueError, "on_failure is 'raise' or 'skip', got 'ignore'"):
+    with raises_in_rank(ValueError, "on_failure must be 'raise' or 'skip', got 'ignore'"):
         DistributedDataParallel(make(), on_failure="ignore")
     with raises_in_rank(RuntimeError, "on_failure='skip' (skip_failed_steps)"):
         DistributedDataParallel(make(), on_failure="skip" if rank == 0 else "raise")
@@ -344,7 +344,7 @@ def _refused(rank: int, world: int) -> None:
     ending = DistributedDataParallel(make(), on_failure="skip")
     ending.register_bucket_callback(lambda *_: ask(x, ending))
     backward(ending, rank, 0)
-    raised("this backward is ending, and its report was sent", said[0] if said else None)
+    raised("this backward has already sent its report", said[0] if said else None)
     check(not ending.step_skipped, "asked too late, and refused")
 
 

@@ -52,11 +52,11 @@ def _local_step(ddp: Any, optimizer: Any, rank: int) -> None:
 MISSTEPS = {
     "skipped backward, and a step": (
         _skips_backward_and_steps,
-        "rank 1 stepped an optimizer twice without a backward between",
+        "rank 1 stepped an optimizer twice without a backward in between",
     ),
     "forward without gradients": (
         _forward_without_gradients,
-        "rank 1 stepped an optimizer twice without a backward between",
+        "rank 1 stepped an optimizer twice without a backward in between",
     ),
     "local step": (
         _local_step,
@@ -200,7 +200,7 @@ def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
 
 # --- several wrappers in one backward ---
 
-LEFT_OUT = "rank 0 stepped an optimizer twice without a backward between"
+LEFT_OUT = "rank 0 stepped an optimizer twice without a backward in between"
 ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
 LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
 # By name: the losses that rank 0 uses in step 2, and the wrapper that is in no_sync().

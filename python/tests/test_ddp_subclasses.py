@@ -158,7 +158,7 @@ def _other_form(rank: int, world: int) -> None:
     step(0)
     if rank == 1:
         hook = model.weight.register_hook(lambda grad: grad.a)
-    text = "'weight' is one tensor, and was recorded as several" if rank == 1 else "rank 1"
+    text = "'weight' is one tensor, but was recorded as several" if rank == 1 else "rank 1"
     with raises(RuntimeError, text):
         step(1)
     if rank == 1:

@@ -282,7 +282,7 @@ def test_straggler_report_plot_names_the_straggler(tmp_path: Path) -> None:
         _stragglers().plot(tmp_path / "stragglers.svg")
     text = (tmp_path / "stragglers.svg").read_text()
     assert "rank 1 (straggler)" in text and "rank 0 (straggler)" not in text
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         StragglerReport(0, [], None, "").plot(tmp_path / "nothing.png")
 
 

@@ -72,7 +72,7 @@ def test_unused_parameters_average_with_zeros_or_none(
 
 def test_unused_parameters_no_rank_misses_one_reads_nothing(ranks: RankPool) -> None:
     for statistics in ranks.run(2, _skips, "less_and_less", {}):
-        assert statistics["plans_learnt"] == 1
+        assert statistics["plans_recorded"] == 1
     spec = [[[0, 1, 2], [0, 1, 2]]] * 3
     for statistics in ranks.run(2, _all_used, spec):
         assert statistics["usage_reads"] == 0

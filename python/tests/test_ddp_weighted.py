@@ -58,17 +58,17 @@ def _wrong_weights(rank: int, world: int) -> None:
     before = [p.grad.clone() for p in ddp.parameters()]
     for wrong in (-1.0, float("inf"), float("nan"), torch.tensor(-3)):
         ddp.zero_grad()
-        text = "gave NaN" if wrong != wrong else "gave the weight"
+        text = "passed NaN" if wrong != wrong else "passed the weight"
         with raises(RuntimeError, f"rank {rank}: rank 1 ", text):
             _backward(ddp, wrong if rank == 1 else 2)
     ddp.zero_grad()
-    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside of weight()"):
+    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside weight()"):
         if rank == 0:
             ddp(torch.ones(2, 4)).sum().backward()
         else:
             _backward(ddp, 2)
     ddp.zero_grad()
-    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside of weight()"):
+    with raises(RuntimeError, f"rank {rank}: rank 0 ran a backward outside weight()"):
         with ddp.no_sync():  # one weight per accumulation is enough
             if rank == 0:
                 ddp(torch.ones(2, 4)).sum().backward()
@@ -93,13 +93,13 @@ def _refused(rank: int, world: int) -> None:
     with raises(ValueError, "gradient_predivide_factor"):
         _ddp(gradient_predivide_factor=2.0)
     plain = _ddp(gradient_average=True)
-    with raises(RuntimeError, "averaged over the ranks"), plain.weight(1):
+    with raises(RuntimeError, "averaged without weights"), plain.weight(1):
         pass
     ddp = _ddp()
     for wrong in (torch.ones(2), torch.ones(()) * 1j, torch.ones((), device="meta")):
-        with raises(ValueError, "a weight is a real number"), ddp.weight(wrong):
+        with raises(ValueError, "a weight must be a real number"), ddp.weight(wrong):
             pass
-    with ddp.weight(1), raises(RuntimeError, "inside of another weight()"), ddp.weight(1):
+    with ddp.weight(1), raises(RuntimeError, "inside another weight()"), ddp.weight(1):
         pass
     _backward(ddp, 3)  # outside of the block above
     check_equal(ddp.total_weight, 3.0 * world, "total")
@@ -268,7 +268,7 @@ def test_weighted_backward_through_a_frozen_module_is_of_no_samples(ranks: RankP
 
 def _in_an_accumulation(rank: int, world: int) -> None:
     ddp = _ddp()
-    with raises(RuntimeError, "rank 0 gave the weight -3"):
+    with raises(RuntimeError, "rank 0 passed the weight -3"):
         with ddp.no_sync():
             _backward(ddp, -3 if rank == 0 else 3)
         _backward(ddp, 4)

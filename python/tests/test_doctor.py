@@ -268,7 +268,7 @@ measure.pair = pair
 def test_job_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     done = run_job(tmp_path, 2, "os.environ['WORLD_SIZE'] = '4'", "--timeout-s", "5")
     assert done.returncode == 1
-    assert "failed: ranks 2 and 3 of 4 did not come within 5 s." in done.stdout, done.stdout
+    assert "failed: ranks 2 and 3 of 4 did not join within 5 s." in done.stdout, done.stdout
     assert (tmp_path / "rank_1.log").read_text() == ""
 
 
@@ -403,7 +403,7 @@ def test_job_ends_when_another_program_has_the_port(interrupted: bool) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but has to be a number from 1 to "),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', but must be a number from 1 to "),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but "),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', but "),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set: set both, "),

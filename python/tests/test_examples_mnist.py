@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed.launch
+import torch.distributed.run
+import warm
 from ddp_support import free_port
 from warm import run_script, run_script_on_ranks
 
@@ -26,12 +29,14 @@ pytest.importorskip("tqdm")
 
 MAIN = Path(__file__).resolve().parents[2] / "examples" / "mnist" / "main.py"
 RANKS = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
+#: Commands that start new processes.
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", *RANKS],
-    "launch": [sys.executable, "-m", "torch.distributed.launch", *RANKS],
 }
-TWO_RANKS = ["torchrun", "launch"]
+#: With ranks that are forked.
+TWO_RANKS = {"torchrun": torch.distributed.run, "launch": torch.distributed.launch}
+Job = subprocess.Popen[str] | warm.Popen
 #: One launcher trains to the end. The others train long enough to show that they do the same.
 EPOCHS = {"torchrun": 30, "python": 5, "launch": 5}
 #: The minimum test accuracy in percent after this number of epochs. Measured after five: 79.7.
@@ -62,7 +67,14 @@ def start(launcher: str, *args: object, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def start_forked(launcher: str, folder: Path, *args: object, **env: str) -> warm.Popen:
+    """The launcher and its ranks, forked with torch imported (see warm)."""
+    arguments = [*RANKS, str(MAIN), "--no-cuda", *map(str, args)]
+    place = {"cwd": folder, "env": environment(**env)}
+    return warm.Popen(TWO_RANKS[launcher].__file__, *arguments, **place, forks_ranks=True)
+
+
+def finish(process: Job) -> subprocess.CompletedProcess[str]:
     """Wait until every process of the job has ended."""
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
@@ -115,7 +127,10 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """The default job under one launcher, run once for all tests. Only torchrun runs all epochs."""
+    """The default job under one launcher, run once for all tests.
+
+    Only torchrun runs all epochs, and only its ranks are new processes.
+    """
     known: dict[str, Trained] = {}
 
     def get(launcher: str) -> Trained:
@@ -125,8 +140,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained
             arguments = ["--loss-log", log, "--save", checkpoint]
             if launcher != "torchrun":
                 arguments.append(f"--epochs={EPOCHS[launcher]}")
-            alone = launcher == "python"
-            done = run_forked(0, folder, *arguments) if alone else run(launcher, *arguments)
+            if launcher == "python":
+                done = run_forked(0, folder, *arguments)
+            elif launcher == "launch":
+                done = finish(start_forked(launcher, folder, *arguments))
+            else:
+                done = run(launcher, *arguments)
             assert done.returncode == 0, done.stderr
             losses = json.loads(log.read_text())["losses"]
             known[launcher] = Trained(done.stdout, done.stderr, losses, torch.load(checkpoint))
@@ -153,7 +172,7 @@ def final_line(stdout: str) -> str:
     return lines[-1]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EPOCHS)
 def test_digits_run_reaches_its_accuracy(launcher: str, trained: Callable[[str], Trained]) -> None:
     line = final_line(trained(launcher).stdout)
     match = re.fullmatch(
@@ -163,7 +182,7 @@ def test_digits_run_reaches_its_accuracy(launcher: str, trained: Callable[[str],
     assert float(match[1]) >= ACCURACY[EPOCHS[launcher]]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EPOCHS)
 def test_digits_every_epoch_tests_each_sample_once(
     launcher: str, trained: Callable[[str], Trained]
 ) -> None:
@@ -349,11 +368,14 @@ def test_local_rank_every_spelling_is_understood(
         assert main_module.parse_args([spelling]).local_rank == 3
 
 
-def start_endless(launcher: str, folder: Path) -> subprocess.Popen[str]:
+def start_endless(launcher: str, folder: Path) -> Job:
     """A job that has trained one epoch, on data that does not need scikit-learn."""
     env = fake_torchvision(folder)
-    job = start(
-        launcher, "--dataset=mnist", "--download", f"--data-dir={folder}", "--epochs=1000000", **env
+    endless = ("--dataset=mnist", "--download", f"--data-dir={folder}", "--epochs=1000000")
+    job: Job = (
+        start(launcher, *endless, **env)
+        if launcher == "python"
+        else start_forked(launcher, folder, *endless, **env)
     )
     assert job.stdout is not None
     assert job.stdout.readline().startswith("epoch 1/")

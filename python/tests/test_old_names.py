@@ -389,7 +389,7 @@ def test_handle_of_init_gives_advice(enabled: bool) -> None:
         handle.wrap_optimizer(optimizer)
     loss = torch.ones(())
     if enabled:
-        with pytest.raises(RuntimeError, match=r"scale_loss\(\) is of the interface"):
+        with pytest.raises(RuntimeError, match=r"scale_loss\(\) belongs to Apex's interface"):
             with handle.scale_loss(loss, optimizer):
                 pass
         weight = nn.Parameter(torch.ones(2, 3))

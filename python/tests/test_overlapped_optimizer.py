@@ -150,17 +150,23 @@ def _updates_in_forward(rank: int, world: int) -> None:
         waiting.append({names[p] for p in optimizer._in_flight()})
 
     waiting_after_step = {names[p] for p in optimizer._in_flight()}
-    check(waiting_after_step, "nothing is on its way after step()")
+    check(waiting_after_step, "no all-reduce is in flight after step()")
     handles = [m.register_forward_hook(record) for m in (ddp.module.first, ddp.module.middle[0])]
     optimizer.zero_grad()
     ddp(batch(rank, 0)).sum().backward()
     for handle in handles:
         handle.remove()
-    check("first.weight" not in waiting[0], f"first was used while on its way: {waiting}")
+    check(
+        "first.weight" not in waiting[0],
+        f"first was used while its all-reduce was in flight: {waiting}",
+    )
     check(
         "middle.3.weight" in waiting[0], f"the first module waited for a later one, too: {waiting}"
     )
-    check("middle.0.weight" in waiting[0] - waiting[1], f"middle.0 was used on its way: {waiting}")
+    check(
+        "middle.0.weight" in waiting[0] - waiting[1],
+        f"middle.0 was used while its all-reduce was in flight: {waiting}",
+    )
     check("middle.3.weight" in waiting[1], f"middle.0 waited for a later one, too: {waiting}")
 
 
@@ -174,7 +180,7 @@ def _reading_the_state(rank: int, world: int) -> None:
     at_once = torch.optim.Adam(plain.parameters(), lr=0.01)
     train(ddp, optimizer, rank, clear_first=True)
     train(plain, at_once, rank, clear_first=True)
-    check(optimizer._in_flight(), "nothing is on its way")
+    check(optimizer._in_flight(), "no all-reduce is in flight")
     check_equal(
         [t.tolist() for t in ddp.module.middle[3].state_dict().values()],
         [t.tolist() for t in plain.module.middle[3].state_dict().values()],
@@ -182,7 +188,7 @@ def _reading_the_state(rank: int, world: int) -> None:
     )
     train(ddp, optimizer, rank, clear_first=True, steps=1)
     train(plain, at_once, rank, clear_first=True, steps=1)
-    check(optimizer._in_flight(), "nothing is on its way")
+    check(optimizer._in_flight(), "no all-reduce is in flight")
     mine, other = optimizer.state_dict(), at_once.state_dict()
     check_equal(len(optimizer._in_flight()), 0, "parameters on their way after state_dict()")
     for i, entry in other["state"].items():
@@ -514,7 +520,7 @@ def _used_functionally(rank: int, world: int, name: str, fragments: list[str]) -
 @pytest.mark.parametrize(
     ("name", "fragments"),
     [
-        ("bias", ["'last.", "before it was updated", "synchronize()"]),
+        ("bias", ["'last.", "before its last update was complete", "synchronize()"]),
         # torch's error: backward needs its old value
         ("weight", ["modified by an inplace operation"]),
     ],

@@ -138,4 +138,4 @@ def test_cpp_program_with_another_torch_at_run_time_says_so_first(tmp_path: Path
         timeout=120,
     )
     assert done.returncode == 1
-    assert "apex was built for libtorch" in done.stderr and "and runs with 9.8" in done.stderr
+    assert "apex was built for libtorch" in done.stderr and "but runs with 9.8" in done.stderr

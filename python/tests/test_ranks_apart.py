@@ -134,7 +134,7 @@ def learns_anew_alone(group: Any, odd: bool) -> None:
     ddp = DistributedDataParallel(_net(), process_group=group, message_size=10)
     _step(ddp)
     if odd:
-        ddp.relearn()
+        ddp.rebuild_buckets()
     _step(ddp)
     _step(ddp)
 
@@ -239,7 +239,7 @@ def _runs_two_models_in_another_order(rank: int, world: int) -> str:
 
 def test_models_of_equal_layers_are_told_apart(ranks: RankPool) -> None:
     for message in ranks.run(2, _runs_two_models_in_another_order):
-        assert "the ranks are in different batch norms" in message
+        assert "the ranks are in different batch norm layers" in message
 
 
 def _all_are_refused(rank: int, world: int) -> tuple[list[float], bool]:

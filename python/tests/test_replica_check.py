@@ -147,9 +147,9 @@ def _flip(rank: int, world: int, seed: int) -> None:
             break
     check(found is not None, f"a bit flipped in a {kind} was not found")
     assert found is not None
-    who = f"rank {victim} holds another state than the other ranks: "
+    who = f"rank {victim} holds a different state than the other ranks: "
     if world == 2:
-        who = "(rank 1 differs from rank 0, and no state is that of most ranks): "
+        who = "(rank 1 differs from rank 0, and no state has a majority): "
     check(who in found, f"{who!r} in: {found}")
     # A weight's flipped bit may have changed its master or its buffer, or the reverse.
     if kind != "master" and not amp_level:
@@ -203,7 +203,7 @@ def _other_weights(ddp: DistributedDataParallel, rank: int, who: int) -> None:
 
 def _actions(rank: int, world: int) -> None:
     optimizer_of = lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.01)  # noqa: E731
-    text = "rank 2 holds another state than the other ranks: parameter 'first.weight' differs"
+    text = "rank 2 holds a different state than the other ranks: parameter 'first.weight' differs"
 
     # "warn", the default: after 1, 2, 4, ... differences, by rank 0 and in its logger.
     ddp = DistributedDataParallel(Net(), replica_check_every=1)
@@ -264,7 +264,7 @@ def _resync_in_vain(rank: int, world: int) -> None:
     if rank == 1:
         for state in optimizer.state.values():
             state["momentum_buffer"].add_(1)
-    with raises(RuntimeError, f"rank {rank}: ", "another state than the other ranks"):
+    with raises(RuntimeError, f"rank {rank}: ", "a different state than the other ranks"):
         for step in range(12):
             train(ddp, optimizer, rank, step, False)
 
@@ -341,7 +341,7 @@ def _load(rank: int, world: int) -> None:
                 ddp.load_state_dict(other)
             texts = ["hold the same state", f"backward number {trained + 1})"]
             if who == "rank 1":
-                texts[0] = "rank 1 holds another state"
+                texts[0] = "rank 1 holds a different state"
                 if trained == 0:  # the other ranks have never updated anything
                     texts = ["rank 1 updated the parameters since"]
             with raises(RuntimeError, *texts):
@@ -435,9 +435,9 @@ def test_replica_check_compares_what_was_loaded_at_once(ranks: RankPool) -> None
 
 def _options(rank: int, world: int) -> None:
     for wrong in (-1, 1.5, True, "often"):
-        with raises(ValueError, "replica_check_every is a number of steps"):
+        with raises(ValueError, "replica_check_every must be a number of steps"):
             DistributedDataParallel(Net(), replica_check_every=wrong)  # type: ignore[arg-type]
-    with raises(ValueError, "on_divergence is 'raise', 'warn' or 'resync', got 'ignore'"):
+    with raises(ValueError, "on_divergence must be 'raise', 'warn' or 'resync', got 'ignore'"):
         DistributedDataParallel(Net(), on_divergence="ignore")
     with raises(RuntimeError, "replica_check_every"):
         DistributedDataParallel(Net(), replica_check_every=1 + rank)

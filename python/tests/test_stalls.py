@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 
 #: By scenario, the text that the report must contain about the late rank.
 SAYS = {
-    "data": ["is in no collective", "in load_data", "something of its own"],
-    "store": ["is in no collective", "in load_data", "something of its own"],
+    "data": ["is in no collective", "in load_data", "its own work"],
+    "store": ["is in no collective", "in load_data", "its own work"],
     "backward": ["in wait", "waits for the gradient of '0.", "in backward a layer or a hook"],
     "forward": ["is in no collective", "in forward"],
     "native": ["the interpreter's lock is not released"],

@@ -188,7 +188,7 @@ def test_sync_batch_norm_argument_on_another_device_is_refused(name: str) -> Non
         "num_batches_tracked": torch.tensor(0),
     }
     arguments[name] = arguments[name].to("meta")
-    with pytest.raises(ValueError, match=f"{name} is on meta and the input on cpu"):
+    with pytest.raises(ValueError, match=f"{name} is on meta but the input on cpu"):
         OPS.sync_batch_norm(x, *arguments.values(), 0.1, 1e-5, False, False, "")
     if name != "num_batches_tracked":
         five = list(arguments.values())[:5]
@@ -198,7 +198,7 @@ def test_sync_batch_norm_argument_on_another_device_is_refused(name: str) -> Non
 
 @pytest.mark.parametrize("counter", [torch.zeros(0, dtype=torch.int64), torch.zeros(2).long()])
 def test_sync_batch_norm_counter_of_another_size_is_refused(counter: Tensor) -> None:
-    with pytest.raises(ValueError, match="num_batches_tracked .* has to be one number"):
+    with pytest.raises(ValueError, match="num_batches_tracked .* must be a tensor with one number"):
         OPS.sync_batch_norm(
             torch.randn(4, 3), None, None, None, torch.zeros(3), torch.ones(3), counter,
             None, 1e-5, False, False, "",

@@ -170,14 +170,14 @@ def test_forward_mode_around_the_backward_alone_is_refused_with_the_way_that_wor
     y = _pair()[0](x)
     with forward_ad.dual_level():
         dy = forward_ad.make_dual(X, DX)
-        with pytest.raises(NotImplementedError, match="call the module inside of the transform"):
+        with pytest.raises(NotImplementedError, match="call the module inside the transform"):
             torch.autograd.grad(y, x, dy)
 
 
 def _on_two_ranks(rank: int, world: int) -> None:
     module = SyncBatchNorm(3, track_running_stats=False, dtype=torch.float64)
     for name in ("grad", "jvp", "vmap", "forward_mode"):
-        remedy = "torch.autograd.grad are, with derivatives of any order"
+        remedy = "torch.autograd.grad, which support derivatives of any order"
         with raises(NotImplementedError, "several ranks", remedy):
             TRANSFORMS[name](module)
     # The alternatives in the message work, and no rank waits for another.

@@ -256,7 +256,9 @@ def _different_layers_body(rank: int, world_size: int) -> None:
             layer(torch.randn(4, 3))
             for channels in (4, 5000):  # in one message, and in two
                 other = SyncBatchNorm(3 if rank == 0 else channels, process_group=group)
-                with pytest.raises(RuntimeError, match="the ranks are in different batch norms"):
+                with pytest.raises(
+                    RuntimeError, match="the ranks are in different batch norm layers"
+                ):
                     other(torch.randn(4, other.num_features))
             backward = layer(torch.randn(4, 3, requires_grad=True)).sum()
             with pytest.raises(RuntimeError, match="rank 0 in backward .* rank 1 in forward"):

@@ -13,9 +13,9 @@ namespace {
 
 at::DeviceType checked(at::DeviceType device_type) {
   if (!at::autocast::is_autocast_available(device_type)) {
-    throw InvalidArgument("AutocastGuard: there is no autocast for devices of type " +
+    throw InvalidArgument("AutocastGuard: autocast does not support devices of type " +
                           c10::DeviceTypeName(device_type, /*lower_case=*/true) +
-                          "; leave the guard out for them.");
+                          "; do not construct the guard for them.");
   }
   return device_type;
 }

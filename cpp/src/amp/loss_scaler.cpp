@@ -136,7 +136,7 @@ void LossScaler::unscale_(const std::vector<at::Tensor>& grads) {
 
 void LossScaler::unscale_(torch::optim::Optimizer& optimizer) {
   require(stages_.count(&optimizer) == 0,
-          "the gradients of this optimizer have been unscaled since the last update(); call "
+          "the gradients of this optimizer were already unscaled since the last update(); call "
           "update() once after every step.");
   std::vector<at::Tensor> grads;
   for (const auto& group : optimizer.param_groups()) {
@@ -244,8 +244,9 @@ void LossScaler::set_scale(double scale) {
 int64_t LossScaler::growth_tracker() const { return growth_tracker_.item<int32_t>(); }
 
 void LossScaler::set_growth_tracker(int64_t count) {
-  require(count >= 0 && count <= INT32_MAX,
-          "the number of clean updates cannot be " + std::to_string(count) + "; it counts from 0.");
+  require(count >= 0 && count <= INT32_MAX, "the growth tracker cannot be set to " +
+                                                std::to_string(count) +
+                                                "; it must be between 0 and 2^31 - 1.");
   at::NoGradGuard no_grad;
   growth_tracker_.fill_(count);
 }

@@ -116,7 +116,7 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
   });
   if (different == headers.end()) return;
   std::string text = "rank " + std::to_string(rank) + " of " + std::to_string(headers.size()) +
-                     ": the ranks are in different batch norms: ";
+                     ": the ranks are in different batch norm layers: ";
   const bool refused = different->number != headers[rank].number;
   int64_t last = 0;
   for (size_t r = 0; r < headers.size(); ++r) {
@@ -132,10 +132,10 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
   }
   throw RankMismatch(
       text +
-      ". Nothing was exchanged. Every rank has to run the same synchronized layers, forward and "
-      "backward, in the same order, and with as many channels; a rank that runs a forward for "
-      "itself "
-      "does so in eval(), and with fewer batches than others under DistributedDataParallel.join()" +
+      ". No values were exchanged. Run the same synchronized layers, with the same number of "
+      "channels, in the same order in forward and backward on every rank; use eval() for a forward "
+      "on one rank only, and DistributedDataParallel.join() if ranks have different numbers of "
+      "batches" +
       note_on_ranks(group));
 }
 
@@ -219,8 +219,8 @@ Peers find_peers(c10::string_view group_name, c10::string_view layer) {
     peers.group = c10d::resolve_process_group(std::string(group_name));
   } catch (const std::exception&) {
     TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", group_name,
-                "'; it was destroyed, or never made on this rank. Create it on every rank, and "
-                "pass its group_name.");
+                "'; it was destroyed, or was not created on this rank. Create it on every rank, "
+                "and pass its group_name.");
   }
   if (peers.group->getSize() == 1) peers.group.reset();
   return peers;

@@ -124,8 +124,8 @@ at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArgu
   require_input(input, "batch_norm_inference");
   if (!a.running_mean.defined() || !a.running_var.defined()) {
     throw InvalidArgument(
-        "batch_norm_inference: running_mean and running_var are what it normalizes by; pass both, "
-        "or call sync_batch_norm.");
+        "batch_norm_inference normalizes by running_mean and running_var; pass both, or call "
+        "sync_batch_norm.");
   }
   return with_own_errors([&] {
     return detail::call(detail::InferenceArguments{
@@ -145,7 +145,9 @@ void SyncBatchNormImpl::check_options() const {
                           std::to_string(options.num_features()) + "; it must be positive.");
   }
   if (options.this_rank_alone() && options.process_group()) {
-    throw InvalidArgument("SyncBatchNorm: this_rank_alone and a process_group: give one of them.");
+    throw InvalidArgument(
+        "SyncBatchNorm: this_rank_alone and process_group exclude each other; pass only one of "
+        "them.");
   }
 }
 
@@ -161,7 +163,8 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_, at::Tensor w
   };
   check_options();
   if (running_mean_.defined() != running_var_.defined()) {
-    throw InvalidArgument("SyncBatchNorm: running_mean and running_var go together; give both.");
+    throw InvalidArgument(
+        "SyncBatchNorm: only one of running_mean and running_var is defined; pass both.");
   }
   options.affine(weight_.defined());
   options.track_running_stats(running_mean_.defined());
@@ -217,8 +220,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() co
   if (options.process_group() && announces_collectives()) {
     throw InvalidArgument(
         "SyncBatchNorm '" + layer_name +
-        "' with a process_group of its own under join(): ranks without data follow those that "
-        "normalize over all ranks only; leave process_group out.");
+        "' with its own process_group is not supported under join(), because ranks without data "
+        "take part only in layers of the default process group; construct it without "
+        "process_group.");
   }
   if (options.process_group()) {
     return options.process_group();

@@ -276,7 +276,7 @@ const Implementation& choose(const Implementation& kernels, const at::Tensor& x,
   const std::string name = variable == nullptr ? "" : variable;
   TORCH_CHECK_VALUE(variable == nullptr || name == "apex" || name == "aten",
                     "APEX_SYNC_BATCH_NORM is '", name,
-                    "'; it has to be apex (this library's CUDA kernels) or aten (torch's "
+                    "'; it must be apex (this library's CUDA kernels) or aten (torch's "
                     "operators).");
   if (variable == nullptr && capturing) return kernels;  // a capture must not block the host
   std::string fault;
@@ -291,8 +291,8 @@ const Implementation& choose(const Implementation& kernels, const at::Tensor& x,
     TORCH_WARN("apex sync batch norm: on ", x.device(), " the CUDA kernels for ", x.scalar_type(),
                " ", fault,
                ". Batch norm of this dtype uses torch's operators from now on, which are slower. "
-               "Please report this sentence with the output of `python -m apex` and the GPU's "
-               "name. APEX_SYNC_BATCH_NORM=aten chooses torch's operators without a warning.");
+               "Please report this message with the output of `python -m apex` and the GPU's name. "
+               "APEX_SYNC_BATCH_NORM=aten chooses torch's operators without a warning.");
   }
   return chosen(aten);
 }

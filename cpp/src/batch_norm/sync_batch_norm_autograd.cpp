@@ -248,10 +248,9 @@ ForwardResult forward_autograd(const ForwardArguments& a) {
 
 BackwardResult backward_autograd(const BackwardArguments& a) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_transformed(a.grad_output, a.input, a.output, a.weight, a.bias),
-                              "apex sync batch norm: this derivative is part of a transform of "
-                              "torch.func or of a forward-mode derivative, and the batch norm "
-                              "itself is not; call the module inside of the transform (or of "
-                              "dual_level), too.");
+                              "apex sync batch norm: this derivative is inside a transform of "
+                              "torch.func or a forward-mode derivative, but the forward was "
+                              "outside; call the module inside the transform (or dual_level).");
   if (!needs_node(a.grad_output, a.input, a.output, a.weight, a.bias)) {
     at::AutoDispatchBelowADInplaceOrView below;
     return call(a);

@@ -85,7 +85,7 @@ namespace {
 void check_device(const OptionalTensor& tensor, const at::Tensor& input, const char* name) {
   if (present(tensor)) {
     TORCH_CHECK_VALUE(tensor->device() == input.device(), "apex sync batch norm: ", name, " is on ",
-                      tensor->device(), " and the input on ", input.device(),
+                      tensor->device(), " but the input on ", input.device(),
                       "; move the module or the input.");
   }
 }
@@ -129,8 +129,8 @@ void check_elements(const OptionalTensor& tensor, const at::Tensor& input, bool 
     TORCH_CHECK_VALUE(tensor->sym_sizes() == input.sym_sizes() &&
                           (!same_type || tensor->dtype() == input.dtype()),
                       "apex sync batch norm: ", name, " is ", tensor->dtype(), " ",
-                      tensor->sym_sizes(), " and the input ", input.dtype(), " ", input.sym_sizes(),
-                      "; ", why);
+                      tensor->sym_sizes(), " but the input is ", input.dtype(), " ",
+                      input.sym_sizes(), "; ", why);
   }
 }
 
@@ -154,7 +154,7 @@ void check_parameters(const at::Tensor& input, const OptionalTensor& z,
   check_channels(running_mean, channels, "running_mean");
   check_channels(running_var, channels, "running_var");
   check_elements(z, input, /*same_type=*/true, "z",
-                 "z is added element by element and has to be of the same kind.");
+                 "z is added to the output, so its dtype and shape must be those of the input.");
 }
 
 OptionalTensor optional_to_layout(const OptionalTensor& tensor, MemoryLayout layout) {
@@ -170,7 +170,7 @@ void check(const ForwardArguments& a) {
   if (present(batches)) {
     TORCH_CHECK_VALUE(is_one_number(*batches), "apex sync batch norm: num_batches_tracked is ",
                       batches->dtype(), " ", batches->sym_sizes(),
-                      "; it has to be one number, e.g. torch.tensor(0).");
+                      "; it must be a tensor with one number, e.g. torch.tensor(0).");
   }
   check_own_memory(a.running_mean, "running_mean");
   check_own_memory(a.running_var, "running_var");
@@ -354,7 +354,7 @@ kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
       return {tensor->data_ptr(), ParamType::kBFloat16, stride};
     default:
       TORCH_CHECK_TYPE(false, "apex sync batch norm: a per-channel tensor is ",
-                       tensor->scalar_type(), "; it has to be of a floating type.");
+                       tensor->scalar_type(), "; it must have a floating-point dtype.");
   }
 }
 

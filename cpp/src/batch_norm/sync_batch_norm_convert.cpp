@@ -99,8 +99,8 @@ class ReplaceInPlace {
   void run(torch::nn::Module& model) {
     if (replacement_.applies(model)) {
       throw InvalidArgument(
-          "the model is itself what is to be replaced, which cannot be done in place; put it into "
-          "a torch::nn::Sequential.");
+          "the model itself would be replaced, which is not possible in place; put it into a "
+          "torch::nn::Sequential.");
     }
     prepare(model, "");
     exchange(model);
@@ -122,7 +122,7 @@ class ReplaceInPlace {
       if (!replacement_.applies(*child.value())) {
         prepare(*child.value(), name);
       } else if (!is_container(parent)) {
-        refuse(name, "the module that contains it holds it as a typed member", replacement_.remedy);
+        refuse(name, "its parent module holds it as a typed member", replacement_.remedy);
       } else if (made_.count(child.value().get()) == 0) {
         made_.emplace(child.value().get(), replacement_.make(*child.value(), name));
       }
@@ -193,8 +193,8 @@ torch::nn::Sequential rebuild(const torch::nn::Sequential& model, const Replacem
     }
     for (const auto& inner : module->named_modules(name, /*include_self=*/false)) {
       if (replacement.applies(*inner.value())) {
-        refuse(inner.key(), "the module that contains it is shared with the new Sequential",
-               "convert in place (pass *model), or declare that member otherwise.");
+        refuse(inner.key(), "its parent module is shared with the new Sequential",
+               "convert in place (pass *model), or declare that member with another type.");
       }
     }
     result->push_back(name, *element);
@@ -208,8 +208,9 @@ template <typename... Known>
 void refuse_derived(const torch::nn::Module& module, const std::string& path) {
   const std::type_info& type = typeid(module);
   if (!((type == typeid(Known)) || ...)) {
-    refuse(path, "it is of a class derived from a batch norm, whose own behaviour would be lost",
-           "replace it by hand, or by a torch::nn::BatchNorm.");
+    refuse(path,
+           "its class is derived from a batch norm, and conversion would lose its own behaviour",
+           "replace it manually, or by a torch::nn::BatchNorm.");
   }
 }
 
@@ -237,12 +238,12 @@ Replacement to_batch_norm() {
     refuse_derived<SyncBatchNormImpl>(module, path);
     const auto& sync = *module.as<SyncBatchNormImpl>();
     if (sync.options.fuse_relu()) {
-      refuse(path, "it fuses a ReLU, which BatchNorm cannot",
+      refuse(path, "it fuses a ReLU, which BatchNorm does not support",
              "add the ReLU to the model and set fuse_relu to false.");
     }
     if (!sync.converted_from.has_value()) {
       refuse(path, "it was not converted from a BatchNorm, so its dimensions are not known",
-             "replace it by hand.");
+             "replace it manually.");
     }
     switch (*sync.converted_from) {
       case 1:

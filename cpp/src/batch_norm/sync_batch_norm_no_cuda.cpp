@@ -8,9 +8,9 @@ namespace {
 
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK(false, op.operator_name(),
-              ": this apex was built without its CUDA kernels, so it cannot take CUDA tensors; "
-              "reinstall it where nvcc of torch's CUDA version is on PATH (apex.build_info() says "
-              "why they were left out).");
+              ": this apex was built without its CUDA kernels, so it does not support CUDA "
+              "tensors; reinstall it where nvcc of torch's CUDA version is on PATH "
+              "(apex.build_info() says why they were not built).");
 }
 
 }  // namespace

@@ -31,10 +31,10 @@ ForwardResult forward_transformed(const ForwardArguments& a) {
   check(a);
   TORCH_CHECK_NOT_IMPLEMENTED(!find_peers(a.group_name, a.layer),
                               "apex sync batch norm: transforms of torch.func and forward-mode "
-                              "derivatives are not supported in training with several ranks. "
-                              "backward() and torch.autograd.grad are, with derivatives of any "
-                              "order; or call the module in evaluation, or with a process group "
-                              "of this rank alone.");
+                              "derivatives are not supported in training with several ranks. Use "
+                              "backward() or torch.autograd.grad, which support derivatives of any "
+                              "order, call the module in eval(), or use a process group of this "
+                              "rank only.");
   const int64_t channels = a.input.size(channel_dim(a.input, a.channel_last));
   const int64_t count = a.input.numel() / std::max<int64_t>(1, channels);
   check_more_than_one_value(a.input, count);

@@ -96,14 +96,13 @@ at::ScalarType scalar_type(apex_dtype dtype) {
     case APEX_FLOAT64:
       return at::kDouble;
   }
-  throw InvalidArgument("there is no dtype " + std::to_string(static_cast<int>(dtype)));
+  throw InvalidArgument("unknown dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
 /// a * b + c for numbers that are not negative. Throws if it overflows.
 int64_t within_64_bits(int64_t a, int64_t b, int64_t c = 0) {
   if (b == 0 || a <= (std::numeric_limits<int64_t>::max() - c) / b) return a * b + c;
-  throw InvalidArgument(
-      "a tensor reaches over more than 2^63 bytes: look at its sizes and strides");
+  throw InvalidArgument("a tensor spans more than 2^63 bytes: check its sizes and strides");
 }
 
 /// Throws if the number of elements or the distance from the first element to the last, in bytes,
@@ -129,13 +128,13 @@ at::Device device_of(int32_t number) {
     return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(number));
   }
   throw InvalidArgument("the device of a tensor is " + std::to_string(number) +
-                        "; -1 is the CPU, and CUDA devices count from 0, of which there " +
+                        "; it must be -1 (the CPU) or the index of a CUDA device, of which there " +
                         (count == 1 ? "is 1" : "are " + std::to_string(count)) + " here");
 }
 
 at::Tensor tensor_of(const apex_tensor& from) {
   if (from.dim < 0 || (from.dim > 0 && from.sizes == nullptr)) {
-    throw InvalidArgument("a tensor has no sizes");
+    throw InvalidArgument("the sizes of a tensor are NULL, or its dim is negative");
   }
   const at::IntArrayRef sizes(from.sizes, static_cast<size_t>(from.dim));
   const at::ScalarType dtype = scalar_type(from.dtype);
@@ -144,7 +143,7 @@ at::Tensor tensor_of(const apex_tensor& from) {
     if (size < 0) throw InvalidArgument("a tensor has the negative size " + std::to_string(size));
     empty = empty || size == 0;
   }
-  if (!empty && from.data == nullptr) throw InvalidArgument("the data of a tensor are NULL");
+  if (!empty && from.data == nullptr) throw InvalidArgument("the data pointer of a tensor is NULL");
   const auto options = at::TensorOptions(dtype).device(device_of(from.device));
   if (from.strides == nullptr) {
     require_addressable(sizes, {}, dtype);
@@ -171,14 +170,14 @@ const c10::intrusive_ptr<c10d::ProcessGroup>& group_of(const apex_group* group) 
 
 apex::parallel::Reducer& torch_reducer(apex_reducer* reducer) {
   if (!required(reducer, "reducer").torch) {
-    throw InvalidArgument("the reducer was not made by apex_reducer_create_torch()");
+    throw InvalidArgument("the reducer was not created by apex_reducer_create_torch()");
   }
   return *reducer->torch;
 }
 
 apex::parallel::detail::NotifiedReducer& notified_reducer(apex_reducer* reducer) {
   if (!required(reducer, "reducer").notified) {
-    throw InvalidArgument("the reducer was not made by apex_reducer_create()");
+    throw InvalidArgument("the reducer was not created by apex_reducer_create()");
   }
   return *reducer->notified;
 }
@@ -254,7 +253,7 @@ int apex_world_size(const apex_group* group) {
 apex_status apex_all_reduce(apex_group* group, const apex_tensor* tensor, apex_reduce_op op) {
   return guarded("apex_all_reduce", [&] {
     if (op != APEX_SUM && op != APEX_MIN && op != APEX_MAX) {
-      throw InvalidArgument("there is no operation " + std::to_string(static_cast<int>(op)));
+      throw InvalidArgument("unknown reduction operation " + std::to_string(static_cast<int>(op)));
     }
     const auto kind = op == APEX_SUM   ? c10d::ReduceOp::SUM
                       : op == APEX_MIN ? c10d::ReduceOp::MIN

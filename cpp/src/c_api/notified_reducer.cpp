@@ -26,8 +26,8 @@ void require_gradients_fit(const std::vector<at::Tensor>& parameters,
       continue;
     }
     throw InvalidArgument("gradient " + std::to_string(i) +
-                          " has to have the shape, the device and the floating dtype of its "
-                          "parameter, and a place in memory for each element (no stride 0)");
+                          " must have the shape, device and floating-point dtype of its parameter, "
+                          "and its elements must not overlap in memory (no stride 0)");
   }
 }
 
@@ -68,7 +68,9 @@ NotifiedReducer::~NotifiedReducer() {
 
 void NotifiedReducer::set_weight(double weight) {
   core_->between_backwards("apex_reducer_set_weight()", [&](ReducerState& state) {
-    if (!state.context.options.weighted) throw InvalidArgument("the reducer is not weighted");
+    if (!state.context.options.weighted)
+      throw InvalidArgument(
+          "the reducer is not weighted: create it with apex_reducer_create_weighted()");
     state.reporter.weight.leave();
     state.reporter.weight.enter(weight);
   });
@@ -86,13 +88,13 @@ void NotifiedReducer::begin_step() {
 
 void NotifiedReducer::gradient_ready(size_t index) {
   if (index >= gradients_.size()) {
-    throw InvalidArgument("there is no gradient " + std::to_string(index) + " among " +
-                          std::to_string(gradients_.size()));
+    throw InvalidArgument("gradient " + std::to_string(index) +
+                          " does not exist: the reducer has " + std::to_string(gradients_.size()));
   }
   if (ready_.empty()) begin_step();
   if (ready_[index]) {
     throw InvalidArgument("gradient " + std::to_string(index) +
-                          " was announced twice; synchronize between two steps");
+                          " was reported twice; call apex_reducer_synchronize() between two steps");
   }
   ready_[index] = true;
   core_->gradient_ready(index, {});

@@ -42,7 +42,7 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
   }
   struct stat older{};
   const bool replaces = ::stat(path_.c_str(), &older) == 0;
-  if (replaces && !S_ISREG(older.st_mode)) throw Error("it is not a file");
+  if (replaces && !S_ISREG(older.st_mode)) throw Error("it is not a regular file");
   // In the same folder, since rename() is atomic only within a file system.
   const std::filesystem::path whole(path_);
   std::string name = whole.filename().string();

@@ -150,7 +150,7 @@ at::Tensor read_file(const std::string& path, bool* missing) {
   } const closed{file};
   struct stat status{};
   if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
-    throw Error(quoted(path) + " cannot be read: it is not a file");
+    throw Error(quoted(path) + " cannot be read: it is not a regular file");
   }
   at::Tensor bytes = at::empty({static_cast<int64_t>(status.st_size)}, at::kByte);
   char* const data = static_cast<char*>(bytes.mutable_data_ptr());
@@ -182,7 +182,7 @@ void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
           found.scalar_type() == item.value().scalar_type())
         continue;
       throw Error("'" + path + item.key() + "' has " + form_of(item.value()) +
-                  " in the model, and " + form_of(found) + " in the file");
+                  " in the model, but " + form_of(found) + " in the file");
     }
   };
   compare(module.named_parameters(/*recurse=*/false), false);
@@ -223,22 +223,23 @@ void require_same_parts(const char* function, const std::vector<int64_t>& by_ran
   // save() and load() both exchange this number first, so that ranks in different ones notice it.
   if (((here ^ first) & kLoads) != 0) {
     throw InvalidArgument("Checkpoint: rank " + std::to_string(other - by_rank.begin()) +
-                          (here & kLoads ? " is in load(), and rank 0 in save()"
-                                         : " is in save(), and rank 0 in load()") +
-                          "; call the same on every rank");
+                          (here & kLoads ? " is in load(), but rank 0 in save()"
+                                         : " is in save(), but rank 0 in load()") +
+                          "; call the same function on every rank");
   }
   const std::string error = std::string("Checkpoint::") + function + "(): rank " +
-                            std::to_string(other - by_rank.begin()) + " gives ";
+                            std::to_string(other - by_rank.begin()) + " has ";
   if (here / kOptimizer != first / kOptimizer) {
-    throw InvalidArgument(error + std::to_string(here / kOptimizer) + " optimizers, and rank 0 " +
-                          std::to_string(first / kOptimizer) + "; give the same on every rank");
+    throw InvalidArgument(error + std::to_string(here / kOptimizer) +
+                          " optimizers, but rank 0 has " + std::to_string(first / kOptimizer) +
+                          "; pass the same number on every rank");
   }
   const int64_t part = ((here ^ first) & kSampler) != 0 ? kSampler : kScaler;
   const std::string name = part == kSampler ? "sampler" : "scaler";
   throw InvalidArgument(error +
-                        ((here & part) != 0 ? "a " + name + ", and rank 0 does not"
-                                            : "no " + name + ", and rank 0 does") +
-                        "; give one on every rank or on none");
+                        ((here & part) != 0 ? "a " + name + ", but rank 0 does not"
+                                            : "no " + name + ", but rank 0 does") +
+                        "; pass one on every rank or on none");
 }
 
 std::string description_key(const std::string& part) { return part + "_is"; }
@@ -273,7 +274,7 @@ int64_t Checkpoint::given() const {
 Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
   if ((given() & kScaler) != 0) {
     throw InvalidArgument(
-        "Checkpoint::scaler(): there is one already; a checkpoint has one scaler");
+        "Checkpoint::scaler() was called twice; a checkpoint has only one scaler");
   }
   parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
                     [&scaler](InputArchive& archive) { scaler.load(archive); }, nullptr});
@@ -365,10 +366,10 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
     archive.load_from(static_cast<const char*>(bytes.const_data_ptr()),
                       static_cast<size_t>(bytes.numel()), device());
   } catch (...) {
-    throw Error("it is truncated, or no checkpoint");
+    throw Error("it is truncated, or is not a checkpoint");
   }
   if (!archive.try_read("format", value) || !value.isString() || value.toStringRef() != kFormat) {
-    throw Error("it was not written by apex::parallel::Checkpoint, or by another version of it");
+    throw Error("it was not written by this version of apex::parallel::Checkpoint");
   }
   const auto nested = [&](const std::string& name) {
     InputArchive inner;
@@ -386,9 +387,8 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
     archive.read(description_key(part.name), value);
     const std::string here = describe(*part.optimizer);
     if (value.toStringRef() == here) continue;
-    throw Error("its " + part.name + " is " + value.toStringRef() +
-                ", and that of this program is " + here +
-                ": give the optimizers that were saved, in their order, or none");
+    throw Error("its " + part.name + " is " + value.toStringRef() + ", but in this program it is " +
+                here + ": pass the saved optimizers, in their order, or none");
   }
   at::Tensor sampler;
   if (sampler_ != nullptr) {
@@ -397,9 +397,9 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
       throw Error("it has no sampler");
     }
     if (value.toInt() != ranks.size()) {
-      throw Error("its samplers are those of " + std::to_string(value.toInt()) +
-                  " ranks, and there are " + std::to_string(ranks.size()) +
-                  ": leave the sampler out, and begin the epoch again");
+      throw Error("it holds the samplers of " + std::to_string(value.toInt()) +
+                  " ranks, but this job has " + std::to_string(ranks.size()) +
+                  ": load without the sampler, and restart the epoch");
     }
     sampler = at::Tensor();
     archive.read(sampler_key(ranks.rank()), sampler, /*is_buffer=*/true);
@@ -425,7 +425,8 @@ void Checkpoint::read(const std::string& path, const at::Tensor& bytes, int64_t*
       sampler_->load(own);
     }
   } catch (...) {
-    throw Error("its " + name + " does not fit: " + reason(std::current_exception()));
+    throw Error("its " + name +
+                " does not match this program: " + reason(std::current_exception()));
   }
 }
 

@@ -92,7 +92,7 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
   announce_failure(group, kWhy);
   throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
                     std::to_string(group.getSize()) +
-                    ": interrupted while it waited for other ranks");
+                    ": interrupted while waiting for other ranks");
 }
 
 void throw_if_bad(const Verdict& verdict) {
@@ -106,7 +106,7 @@ void throw_if_bad(const Verdict& verdict) {
     case Verdict::kFailed:
       throw Error("another rank reports that a collective of this group has failed");
     case Verdict::kLost:
-      throw Error("a process of this group has ended, and the store with it");
+      throw Error("a process of this group has ended, and the store is lost");
   }
 }
 
@@ -147,8 +147,8 @@ void wait_with_reports(const c10d::ProcessGroup& group,
 void require_memory(const std::string& what, const at::Tensor& tensor) {
   if (has_memory(tensor)) return;
   throw InvalidArgument(what +
-                        ": the tensor has no memory of its own (a wrapper subclass, a sparse "
-                        "tensor, or one on the meta device)");
+                        ": the tensor has no storage (a wrapper subclass, a sparse tensor, or one "
+                        "on the meta device)");
 }
 
 /// The backend that carries these tensors in each collective, or null.
@@ -228,7 +228,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
       what + " failed: " + message_of(cause) + " (" + advice + ")" + report_failure(group, what) +
       note_on_ranks(group) +
-      (stall.empty() ? stall : "\nWhat was known when it took long:\n" + stall));
+      (stall.empty() ? stall : "\nStall report before the failure:\n" + stall));
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
@@ -344,12 +344,34 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
   return changed;
 }
 
-void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
-                      const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged) {
-  const auto backend = host_backend_for(what, group, {staged});
-  run_collective(what, group, [&] {
-    return call_collective(what, group, [&] { return backend->all_gather_parts(parts, staged); });
-  });
+std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
+                                     int64_t bytes,
+                                     const std::function<void(const at::Tensor& mine)>& fill) {
+  const auto backend = host_backend_of(group);
+  TORCH_CHECK(backend && backend->shares_memory(), what, ": the ranks do not share memory");
+  const std::shared_ptr<HostChannel> channel = backend->links().channel;
+  std::vector<at::Tensor> memory(static_cast<size_t>(group.getSize()));
+  const auto rank = static_cast<size_t>(group.getRank());
+  try {
+    memory[rank] = channel->allocate_private_in_forks(bytes);
+    fill(memory[rank]);
+    std::vector<HostPlace> places(memory.size());
+    const at::Tensor share = at::empty({static_cast<int64_t>(sizeof(HostPlace))}, at::kByte);
+    const HostPlace mine = channel->place_of(memory[rank]);
+    std::memcpy(share.mutable_data_ptr(), &mine, sizeof(mine));
+    const at::Tensor all = at::from_blob(
+        places.data(), {static_cast<int64_t>(places.size() * sizeof(HostPlace))}, at::kByte);
+    run_collective(what, group, [&] { return issue_all_gather(what, group, all, share); });
+    for (size_t i = 0; i < memory.size(); ++i) {
+      if (i != rank) memory[i] = channel->memory_of(static_cast<int>(i), places[i], bytes);
+    }
+  } catch (const CommunicationError&) {
+    throw;  // the other ranks know
+  } catch (const std::exception& error) {
+    announce_failure(group, what + ": " + error.what());
+    throw;
+  }
+  return memory;
 }
 
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,

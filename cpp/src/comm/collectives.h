@@ -27,8 +27,8 @@ namespace apex::parallel {
 /// Throws CommunicationError with the rank, `what`, the cause, and the result of report_failure(),
 /// which blocks. Call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
-    "another rank has probably stopped, has fewer batches, which join() covers, or left this step; "
-    "look at its output first, then start again with a new process group";
+    "another rank has probably stopped, has fewer batches (join() covers this), or left this step; "
+    "check its output first, then restart with a new process group";
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause,
@@ -36,9 +36,8 @@ inline constexpr const char* kLookAtOthers =
 
 /// The advice when a reducer stops because its hook has failed on some ranks only.
 inline constexpr const char* kHooksApart =
-    "not on every rank, so the messages of the ranks do not match any more; fix the hook, then "
-    "start "
-    "again with a new process group and a new wrapper";
+    "not on every rank, so the ranks' messages no longer match; fix the hook, then restart with a "
+    "new process group and a new wrapper";
 
 /// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
 bool receives_reports(const c10d::ProcessGroup& group);
@@ -108,9 +107,14 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
 
-/// HostBackend::all_gather_parts() for bytes on the CPU, where ranks share memory; waits.
-void all_gather_parts(const std::string& what, c10d::ProcessGroup& group,
-                      const std::vector<std::vector<at::Tensor>>& parts, const at::Tensor& staged);
+/// `bytes` bytes of memory of every rank, by rank, which all ranks can read and write. Only where
+/// ranks share memory. Collective; blocks. The memory stays valid after the group and other ranks
+/// have ended. Forked processes get a copy of this rank's.
+/// @param fill  writes this rank's memory, which is zeroed, before other ranks can see it. If it
+///              throws on one rank, the other ranks throw CommunicationError.
+std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
+                                     int64_t bytes,
+                                     const std::function<void(const at::Tensor& mine)>& fill);
 
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
 /// not one of its collectives, such as connecting: no connection exists yet that would break when a

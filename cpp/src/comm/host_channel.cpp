@@ -66,6 +66,14 @@ AllChannels& all_channels() {
   return *instance;
 }
 
+/// A tensor that keeps `memory` alive.
+at::Tensor tensor_on(std::shared_ptr<char> memory, int64_t numel,
+                     const at::TensorOptions& options) {
+  void* const data = memory.get();
+  return at::from_blob(
+      data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
+}
+
 }  // namespace
 
 void HostChannel::prepare(HostMemory& memory) {
@@ -115,10 +123,12 @@ bool HostChannel::can_all_reduce(const at::Tensor& tensor, Op op) {
 
 at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  std::shared_ptr<char> memory = memory_->allocate_zeroed(bytes);
-  void* data = memory.get();
-  return at::from_blob(
-      data, {numel}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, options);
+  return tensor_on(memory_->allocate_zeroed(bytes), numel, options);
+}
+
+at::Tensor HostChannel::allocate_private_in_forks(int64_t bytes) {
+  return tensor_on(memory_->allocate_private_in_forks(static_cast<size_t>(bytes)), bytes,
+                   at::kByte);
 }
 
 /// Advances the channels of this process other than `but`; returns whether any has pending work.
@@ -144,19 +154,33 @@ bool HostChannel::advance_others(const HostChannel* but) {
 
 void advance_host_channels() { HostChannel::advance_others(nullptr); }
 
+HostPlace HostChannel::place_of(const at::Tensor& tensor) const {
+  const auto place = memory_->place_of(tensor.const_data_ptr(), tensor.nbytes());
+  TORCH_CHECK(place, "the tensor is not in the shared memory of this rank");
+  return *place;
+}
+
+at::Tensor HostChannel::memory_of(int rank, const HostPlace& place, int64_t bytes) {
+  const Held held(*this);
+  std::shared_ptr<PeerMemory> memory = peers_.at(static_cast<size_t>(rank)).memory;
+  char* const data = memory->at(place);
+  return at::from_blob(
+      data, {bytes}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, at::kByte);
+}
+
 // --- issuing ---
 
 HostChannel& HostChannel::in_this_process() {
   if (this_pid() != pid_) {
     throw Error(
-        "this process was forked from the one that made the communicator, and is no rank of it: "
-        "make process groups and wrappers after the fork");
+        "this process was forked from the process that created the communicator, so it is not a "
+        "rank of it: create process groups and wrappers after the fork");
   }
   return *this;
 }
 
 void HostChannel::require_usable() const {
-  if (!failure_.empty()) throw Error("a collective of this group has failed before: " + failure_);
+  if (!failure_.empty()) throw Error("an earlier collective of this group failed: " + failure_);
 }
 
 /// Allocates memory for peers to read and returns its location. Prefers the first block, which all
@@ -293,37 +317,6 @@ HostChannel::WorkPtr HostChannel::all_gather(const std::string& what,
                                              const at::Tensor& share) {
   require_shares(what, gathered, share);
   return issue_gather(what, HostKind::kAllGather, std::move(gathered), share, 0);
-}
-
-HostChannel::WorkPtr HostChannel::all_gather_parts(
-    const std::string& what, const std::vector<std::vector<at::Tensor>>& parts,
-    const at::Tensor& staged) {
-  const Held held(*this);
-  require_usable();
-  auto operation = std::make_shared<HostOperation>();
-  operation->what = what;
-  Message message;
-  message.kind = HostKind::kAllGather;
-  char* const data = static_cast<char*>(staged.mutable_data_ptr());
-  const auto place = memory_->place_of(data, staged.nbytes());
-  TORCH_CHECK(place, what, ": `staged` is not in this rank's shared memory");
-  message.place = *place;
-  operation->staged = std::shared_ptr<char>(std::make_shared<at::Tensor>(staged), data);
-  char* to = data;
-  for (const at::Tensor& part : parts.at(static_cast<size_t>(rank_))) {
-    TORCH_CHECK(to + part.nbytes() <= data + staged.nbytes(), what, ": `staged` is too small");
-    copy_bytes(to, part.const_data_ptr(), part.nbytes());
-    to += part.nbytes();
-  }
-  for (const std::vector<at::Tensor>& of_rank : parts) {
-    operation->first_parts.push_back(operation->parts.size());
-    for (const at::Tensor& part : of_rank) {
-      message.numel += static_cast<int64_t>(part.nbytes());
-      operation->parts.push_back(part);
-    }
-  }
-  operation->first_parts.push_back(operation->parts.size());
-  return post(std::move(operation), message);
 }
 
 HostChannel::WorkPtr HostChannel::gather(const std::string& what, std::vector<at::Tensor> gathered,

@@ -93,7 +93,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   using WorkPtr = c10::intrusive_ptr<HostWork>;
 
   struct Peer {
-    std::unique_ptr<PeerMemory> memory;  ///< null for this rank
+    std::shared_ptr<PeerMemory> memory;  ///< null for this rank
     HostPlace first;                     ///< its first block
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
     int named = -1;                      ///< its rank in error messages; -1: the same as here
@@ -132,13 +132,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Gathers `share` of every rank, in rank order, into one tensor or into one tensor per rank.
   WorkPtr all_gather(const std::string& what, std::vector<at::Tensor> gathered,
                      const at::Tensor& share);
-  /// Overwrites `parts[rank]` on every rank by that rank's parts, after all ranks have posted
-  /// theirs. The total number of bytes is the same on every rank. This rank's parts are copied to
-  /// `staged`, memory of that size from allocate(), which must not change while peers may read
-  /// there.
-  WorkPtr all_gather_parts(const std::string& what,
-                           const std::vector<std::vector<at::Tensor>>& parts,
-                           const at::Tensor& staged);
   /// all_gather() on rank `root` only; the other ranks pass no `gathered`.
   WorkPtr gather(const std::string& what, std::vector<at::Tensor> gathered, const at::Tensor& share,
                  int64_t root);
@@ -165,6 +158,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
+  /// Zeroed bytes in shared memory, of which forked processes get a copy.
+  at::Tensor allocate_private_in_forks(int64_t bytes);
+  /// Where peers find the memory of `tensor`, which is in the shared memory of this rank.
+  HostPlace place_of(const at::Tensor& tensor) const;
+  /// The first `bytes` bytes at `place` in the memory of another rank. Stays valid after the
+  /// channel and that rank have ended.
+  /// @throws Error if that rank has ended before its memory was mapped.
+  at::Tensor memory_of(int rank, const HostPlace& place, int64_t bytes);
 
   int size() const { return size_; }
 
@@ -209,7 +210,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void take_message(Operation& operation, const std::vector<char*>& from);
   static void take_parts(const Operation& operation, const char* message);
   void sum_whole(const Operation& operation, const std::vector<char*>& from) const;
-  void take_parts_of_peers(const Operation& operation, const std::vector<char*>& from) const;
   void find_messages(Operation& operation);
   void sum_shares(Operation& operation, bool helps);
   void sum_share(int share, const Operation& operation) const;

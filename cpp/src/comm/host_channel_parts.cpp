@@ -198,10 +198,6 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
       break;
     case HostKind::kAllGather:
     case HostKind::kGather:
-      if (!operation.first_parts.empty()) {
-        take_parts_of_peers(operation, from);
-        break;
-      }
       for (size_t peer = 0; peer < from.size(); ++peer) {
         const bool one = operation.parts.size() == 1;
         const at::Tensor& to = operation.parts[one ? 0 : peer];
@@ -218,7 +214,7 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
         const int64_t expected = operation.received[peer];
         if (lengths[rank_] != expected) {
           fail(operation.what + ": " + name_of(peer) + " sends " + std::to_string(lengths[rank_]) +
-               " bytes, and this rank expects " + std::to_string(expected));
+               " bytes, but this rank expects " + std::to_string(expected));
         }
         if (peer != rank_) copy_bytes(out, data, static_cast<size_t>(expected));
         out += expected;
@@ -238,19 +234,6 @@ void HostChannel::sum_whole(const Operation& operation, const std::vector<char*>
   if (sums == nullptr) return;
   sums->kept.assign(static_cast<size_t>(size_), 0);  // everything was measured when it was sent
   sums->reduced = squares.of_result;
-}
-
-void HostChannel::take_parts_of_peers(const Operation& operation,
-                                      const std::vector<char*>& from) const {
-  for (size_t peer = 0; peer < from.size(); ++peer) {
-    if (static_cast<int>(peer) == rank_) continue;
-    const char* message = from[peer];
-    for (size_t i = operation.first_parts[peer]; i < operation.first_parts[peer + 1]; ++i) {
-      const at::Tensor& part = operation.parts[i];
-      copy_bytes(part.mutable_data_ptr(), message, part.nbytes());
-      message += part.nbytes();
-    }
-  }
 }
 
 void HostChannel::take_parts(const Operation& operation, const char* message) {

@@ -128,7 +128,7 @@ void HostChannel::check_ends(const Operation& operation, bool processes) {
         end = name_of(peer) + " reports: " + controls_[peer]->why;
         break;
       case End::kLeft:
-        end = name_of(peer) + " has let go of the group";
+        end = name_of(peer) + " has left the group";
         break;
     }
     const auto& process = peers_[peer].process;

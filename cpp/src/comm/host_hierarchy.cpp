@@ -103,8 +103,8 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   void require_own_process() const {
     if (is_own()) return;
     throw Error(
-        "this process was forked from the one that made the communicator, and is no rank of it: "
-        "make process groups and wrappers after the fork");
+        "this process was forked from the process that created the communicator, so it is not a "
+        "rank of it: create process groups and wrappers after the fork");
   }
 
   void issue(const OperationPtr& operation) {
@@ -112,7 +112,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (failure_)
-        throw Error("a collective of this group has failed before: " + message_of(failure_));
+        throw Error("an earlier collective of this group failed: " + message_of(failure_));
     }
     if (links_.sums)
       operation->sum = links_.sums->all_reduce(operation->what, operation->tensor, operation->op);

@@ -11,6 +11,7 @@
 
 #if defined(__linux__)
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -22,6 +23,7 @@ namespace apex::parallel {
 namespace {
 
 constexpr size_t kAlignment = 64;
+constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kBlockBytes = size_t{64} << 20;
 
@@ -46,8 +48,8 @@ int make_file(size_t bytes) {
   // A larger file would end the process by SIGXFSZ.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes)
-    throw Error("no shared memory: files may have " + std::to_string(limit.rlim_cur) +
-                " bytes at most (ulimit -f)");
+    throw Error("no shared memory: the limit on file sizes is " + std::to_string(limit.rlim_cur) +
+                " bytes (ulimit -f)");
   const int fd = ::memfd_create("apex", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_system_error("no shared memory (memfd_create)");
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
@@ -73,20 +75,101 @@ int open_file(int64_t pid, const HostPlace& place) {
   if (!fits) {
     ::close(fd);
     throw Error("the memory of process " + std::to_string(pid) + " (" + path +
-                ") is not what the process said");
+                ") does not match what that process reported");
   }
   return fd;
 }
 
 void close_file(int fd) { ::close(fd); }
 
+// Note [Copies for forked processes]
+//
+// A forked process would share these pages with its parent, whatever either of them writes. So the
+// parent copies them to private memory before it forks, and the child moves that memory to where
+// the pages are. Processes that are forked one after another, such as the workers of a data loader,
+// have one copy in common (on write), which the parent keeps until it drops it.
+
+/// Memory of which a forked process gets a copy. Never destroyed.
+struct PrivateInForks {
+  struct Region {
+    size_t bytes = 0;
+    void* copy = nullptr;
+  };
+  std::mutex mutex;  ///< locked while the process forks
+  std::map<char*, Region> regions;
+
+  static PrivateInForks& instance() {
+    static auto* const all = new PrivateInForks;
+    return *all;
+  }
+
+  static void drop(Region& region) {
+    if (region.copy != nullptr) ::munmap(region.copy, region.bytes);
+    region.copy = nullptr;
+  }
+
+  static void before_fork() {
+    PrivateInForks& all = instance();
+    all.mutex.lock();
+    for (auto& [data, region] : all.regions) {
+      if (region.copy != nullptr && std::memcmp(region.copy, data, region.bytes) == 0) continue;
+      drop(region);
+      void* const copy =
+          ::mmap(nullptr, region.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (copy == MAP_FAILED) continue;  // the child shares the pages
+      std::memcpy(copy, data, region.bytes);
+      region.copy = copy;
+    }
+  }
+  static void in_parent() { instance().mutex.unlock(); }
+  static void in_child() {
+    PrivateInForks& all = instance();
+    for (auto& [data, region] : all.regions) {
+      if (region.copy == nullptr) continue;
+      ::mremap(region.copy, region.bytes, region.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data);
+    }
+    all.regions.clear();  // private already
+    all.mutex.unlock();
+  }
+
+  void drop_copies() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& [data, region] : regions) drop(region);
+  }
+  void add(char* data, size_t bytes) {
+    static const int registered = ::pthread_atfork(before_fork, in_parent, in_child);
+    if (registered != 0) throw Error("no shared memory (pthread_atfork)");
+    const std::lock_guard<std::mutex> lock(mutex);
+    regions[data] = Region{bytes, nullptr};
+  }
+  void remove(char* data) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = regions.find(data);
+    if (found == regions.end()) return;
+    drop(found->second);
+    regions.erase(found);
+  }
+};
+
 #else
 
-char* map(int, size_t) { throw Error("processes share memory on Linux only"); }
+char* map(int, size_t) { throw Error("shared memory between processes requires Linux"); }
 void unmap(char*, size_t) {}
-int make_file(size_t) { throw Error("processes share memory on Linux only"); }
-int open_file(int64_t, const HostPlace&) { throw Error("processes share memory on Linux only"); }
+int make_file(size_t) { throw Error("shared memory between processes requires Linux"); }
+int open_file(int64_t, const HostPlace&) {
+  throw Error("shared memory between processes requires Linux");
+}
 void close_file(int) {}
+
+struct PrivateInForks {
+  static PrivateInForks& instance() {
+    static PrivateInForks all;
+    return all;
+  }
+  void add(char*, size_t) {}
+  void remove(char*) {}
+  void drop_copies() {}
+};
 
 #endif
 
@@ -197,6 +280,20 @@ std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
   std::memset(taken.data, 0, taken.dirty);
   return owned(taken.data, rounded);
 }
+
+std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
+  const size_t rounded = round_up(std::max<size_t>(bytes, 1), kPage);
+  std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage);
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  char* const data = memory.get() + (round_up(address, kPage) - address);
+  PrivateInForks::instance().add(data, rounded);
+  return {data, [memory = std::move(memory)](char* freed) mutable {
+            PrivateInForks::instance().remove(freed);
+            memory.reset();
+          }};
+}
+
+void HostMemory::drop_fork_copies() { PrivateInForks::instance().drop_copies(); }
 
 HostPlace HostMemory::first_place() const {
   const std::lock_guard<std::mutex> lock(mutex_);

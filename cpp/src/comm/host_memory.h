@@ -58,6 +58,13 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// The same, zeroed. Memory that was never used is zero, and takes no pages until it is written.
   std::shared_ptr<char> allocate_zeroed(size_t bytes);
 
+  /// The same, in whole pages, of which a forked process gets a copy, as it does of memory that is
+  /// not shared. The copy is made in fork(), and kept for later forks. (In other memory, a forked
+  /// process sees what its parent writes later, and the other way round.)
+  std::shared_ptr<char> allocate_private_in_forks(size_t bytes);
+  /// Frees copies that fork() has left in this process. Call it before the memory is written.
+  static void drop_fork_copies();
+
   /// Location of `data` for peers; nullopt if it is outside of this memory.
   std::optional<HostPlace> place_of(const void* data, size_t bytes) const;
 

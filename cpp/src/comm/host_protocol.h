@@ -93,8 +93,6 @@ struct HostOperation {
   at::Tensor output;                              ///< kept alive, and written
   /// Also kept alive and written. Broadcast: consecutive in the message. Gather: one per rank.
   std::vector<at::Tensor> parts;
-  /// For all_gather_parts(): the first part of each rank, then the number of parts. Else empty.
-  std::vector<size_t> first_parts;
   /// Per part, whether it was written. Null: all parts are written.
   std::shared_ptr<std::vector<uint8_t>> changed;
   std::shared_ptr<SquareSums> squares;  ///< for an all-reduce; null: not requested

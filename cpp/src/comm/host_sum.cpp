@@ -138,7 +138,7 @@ void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const cha
         break;
     }
   }
-  throw Error("combine(): no sums of this dtype");
+  throw Error("combine(): this dtype is not supported");
 }
 
 }  // namespace
@@ -174,7 +174,7 @@ void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const
     case Op::BXOR:
       return combine_op<Op::BXOR>(dtype, numel, from, to, squares);
     default:
-      throw Error("combine(): no such operation");
+      throw Error("combine(): this operation is not supported");
   }
 }
 

@@ -117,7 +117,7 @@ std::vector<HostChannel::Peer> map_peers(int self, const std::vector<int>& among
       peer.memory = std::make_unique<PeerMemory>(peer.process->pid);
       uint64_t number = 0;
       std::memcpy(&number, peer.memory->at(peer.first) + kNumberAt, sizeof(number));
-      if (number != ranks[rank].number) throw Error("it holds something else");
+      if (number != ranks[rank].number) throw Error("it does not belong to that rank's channel");
     } catch (const std::exception& error) {
       put(finding.problem, "memory of rank " + std::to_string(rank) + ": " + error.what());
     }
@@ -130,9 +130,11 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
   const std::vector<Finding> findings = exchange(backend, mine);
   for (size_t rank = 0; rank < findings.size(); ++rank) {
     if (findings[rank].problem[0] == 0) continue;
-    TORCH_WARN_ONCE("apex: the ranks talk through the process group, since rank ", rank, " of ",
-                    findings.size(), " cannot ", what, " (", findings[rank].problem,
-                    "); APEX_HOST_CHANNEL=0 skips the attempt");
+    TORCH_WARN_ONCE(
+        "apex: the ranks communicate through the process group instead of shared memory, since "
+        "rank ",
+        rank, " of ", findings.size(), " cannot ", what, " (", findings[rank].problem,
+        "); APEX_HOST_CHANNEL=0 skips the attempt");
     return false;
   }
   return true;

@@ -32,8 +32,8 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 void require_group(const GroupPtr& group, const char* function) {
   if (group) return;
   throw InvalidArgument(std::string(function) +
-                        " needs a process group, got null, as new_group() returns it to ranks that "
-                        "are no members");
+                        " needs a process group, got null, which new_group() returns on ranks that "
+                        "are not members");
 }
 
 template <typename Range>
@@ -341,7 +341,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     const at::ScalarType dtype = tensor.scalar_type();
     if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) {
       PlainText out;
-      out << "all_reduce_coalesced averages floating and complex tensors, got " << dtype;
+      out << "all_reduce_coalesced needs floating or complex tensors, got " << dtype;
       throw InvalidArgument(out.str());
     }
     batch_for(batches, tensor.device(), dtype).tensors.push_back(tensor);

@@ -31,10 +31,11 @@ void require_contiguous(const at::Tensor& tensor, const char* what) {
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
   if (tensor.is_meta())
     throw InvalidArgument(std::string(what) +
-                          ": the tensor is on the meta device, so it has no values; give one of a "
-                          "device that the group has a backend for");
+                          ": the tensor is on the meta device, so it has no values; pass one on a "
+                          "device for which the group has a backend");
   if (tensor.is_conj() || tensor.is_neg())
-    throw InvalidArgument(std::string(what) + ": the tensor is a lazy conj(); resolve_conj() it");
+    throw InvalidArgument(std::string(what) +
+                          ": the tensor is a lazy conjugate; call resolve_conj() first");
 }
 
 using Op = c10d::ReduceOp;
@@ -71,10 +72,10 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
   if (op == Op::AVG && (floating || complex)) return;
   if (ordered && (floating || integer)) return;
   parallel::refuse_call(group, what);  // notifies ranks whose arguments are valid
-  throw InvalidArgument(std::string(what) + ": there is no " + name_of(op) + " of " +
+  throw InvalidArgument(std::string(what) + ": unsupported reduction: " + name_of(op) + " of " +
                         c10::toString(dtype) +
-                        " over ranks; there are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, "
-                        "int64, float16, bfloat16, float32 and float64, AVG of the floating ones, "
+                        "; supported are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, int64, "
+                        "float16, bfloat16, float32 and float64, AVG of the floating-point dtypes, "
                         "and SUM and AVG of complex64 and complex128");
 }
 
@@ -119,8 +120,8 @@ void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_or_default(group);
   if (root < 0 || root >= among->getSize()) {
-    throw InvalidArgument("broadcast(): there is no rank " + std::to_string(root) + " among " +
-                          std::to_string(among->getSize()));
+    throw InvalidArgument("broadcast(): root rank " + std::to_string(root) +
+                          " is not in the group of " + std::to_string(among->getSize()) + " ranks");
   }
   parallel::run_collective(kWhat, *among, [&] {
     return parallel::issue_broadcast(kWhat, *among, as_bytes(tensor), root);
@@ -147,7 +148,7 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_or_default(group);
   if (tensor.dim() == 0 || tensor.size(0) != among->getSize()) {
-    throw InvalidArgument("reduce_scatter(): the first dimension of the tensor has to be " +
+    throw InvalidArgument("reduce_scatter(): the first dimension of the tensor must be " +
                           std::to_string(among->getSize()) + ", the number of ranks");
   }
   require_reducible(tensor, Op::SUM, kWhat, *among);

@@ -14,8 +14,8 @@ int parse_int(const std::string& name, const std::string& value, long lowest, lo
   const long number = std::strtol(value.c_str(), &end, 10);
   const bool digits = !value.empty() && std::isspace(static_cast<unsigned char>(value[0])) == 0;
   if (!digits || *end != '\0' || number < lowest || number > highest) {
-    throw InvalidArgument(name + " is \"" + value + "\", but a whole number from " +
-                          std::to_string(lowest) + " to " + std::to_string(highest) + " is needed");
+    throw InvalidArgument(name + " is \"" + value + "\", but must be an integer from " +
+                          std::to_string(lowest) + " to " + std::to_string(highest));
   }
   return static_cast<int>(number);
 }
@@ -93,8 +93,8 @@ int default_port(const std::optional<LaunchRanks>& ranks, const EnvironmentLooku
     return job ? 15000 + std::abs(std::atoi(job->c_str())) % 14000 : kTorchDefault;
   }
   throw InvalidArgument(
-      "MASTER_PORT is not set: set it to a free port of rank 0's machine, the same on every rank, "
-      "or start the program with torchrun");
+      "MASTER_PORT is not set: set it to a free port of rank 0's host, the same on every rank, or "
+      "start the program with torchrun");
 }
 
 std::string lower(std::string text) {
@@ -127,7 +127,7 @@ void parse_query(const std::string& url, const std::string& query, InitMethod& m
       method.world_size = parse_int("world_size in " + url, value, 1, kMaxRanks);
     } else {
       throw InvalidArgument("\"" + key + "\" in the init_method " + url +
-                            " is unknown: only rank and world_size are understood");
+                            " is unknown: only rank and world_size are supported");
     }
   }
 }
@@ -160,11 +160,9 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
       continue;
     }
     if (!rank || !size) {
-      throw InvalidArgument(
-          std::string(rank ? names.rank : size_name) + " is set but " +
-          (rank ? names.sizes.front() : names.rank) +
-          " is not: the launcher has to set both, or options.rank and options.world_size have to "
-          "be given");
+      throw InvalidArgument(std::string(rank ? names.rank : size_name) + " is set but " +
+                            (rank ? names.sizes.front() : names.rank) +
+                            " is not: set both, or pass options.rank and options.world_size");
     }
     if (*rank >= *size) {
       throw InvalidArgument(std::string(names.rank) + " is " + std::to_string(*rank) + " but " +
@@ -214,7 +212,8 @@ std::string first_slurm_host(const std::string& node_list) {
   }
   if (host.empty() || host.find(']') != std::string::npos) {
     throw InvalidArgument("\"" + node_list +
-                          "\" is no SLURM node list: set MASTER_ADDR to the host name of rank 0");
+                          "\" is not a SLURM node list: set MASTER_ADDR to the host name of rank "
+                          "0");
   }
   return host;
 }
@@ -237,7 +236,7 @@ InitMethod parse_init_method(const std::string& url) {
     }
     method.port = parse_int("the port in " + url, rest.substr(colon + 1), 1, 65535);
     if (method.host.empty()) {
-      throw InvalidArgument("the init_method " + url + " has no host: tcp://host:port is needed");
+      throw InvalidArgument("the init_method " + url + " has no host: use tcp://host:port");
     }
   } else if (scheme == "file" && rest.size() > 1 && rest.front() == '/') {
     method.kind = InitMethod::Kind::kFile;
@@ -245,7 +244,7 @@ InitMethod parse_init_method(const std::string& url) {
   } else {
     throw InvalidArgument(
         "the init_method \"" + url +
-        "\" is not understood: use env://, tcp://host:port or file:///absolute/path");
+        "\" is not supported: use env://, tcp://host:port or file:///absolute/path");
   }
   if (question != std::string::npos) {
     parse_query(url, url.substr(question + 1), method);
@@ -278,18 +277,18 @@ std::vector<DeviceBackend> parse_backend(const std::string& backend) {
     if (parts.size() != 2 || (parts[0] != "cpu" && parts[0] != "cuda")) {
       throw InvalidArgument(
           "\"" + pair + "\" in the backend \"" + backend +
-          "\" is not understood: use cpu:<name> or cuda:<name>, e.g. \"cpu:gloo,cuda:nccl\"");
+          "\" is not supported: use cpu:<name> or cuda:<name>, e.g. \"cpu:gloo,cuda:nccl\"");
     }
     check_name(parts[1]);
     DeviceBackend entry;
     entry.device = parts[0] == "cpu" ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
     entry.backend = parts[1];
     if (entry.device == c10::DeviceType::CPU && entry.backend == "nccl") {
-      throw InvalidArgument("NCCL has no CPU tensors: use cpu:gloo in the backend \"" + backend +
-                            "\"");
+      throw InvalidArgument("NCCL does not support CPU tensors: use cpu:gloo in the backend \"" +
+                            backend + "\"");
     }
     if (entry.device == c10::DeviceType::CUDA && entry.backend == "apex") {
-      throw InvalidArgument("the backend \"apex\" has CPU tensors only: use cuda:nccl in \"" +
+      throw InvalidArgument("the backend \"apex\" supports only CPU tensors: use cuda:nccl in \"" +
                             backend + "\"");
     }
     for (const DeviceBackend& other : result) {

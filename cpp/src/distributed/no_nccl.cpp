@@ -7,9 +7,9 @@ namespace apex::distributed {
 
 void require_nccl() {
   throw InvalidArgument(
-      "NCCL was asked for, but this apex was built without it: build apex against a libtorch for "
-      "CUDA with the CUDA toolkit and nccl.h at hand (the configure summary says what is missing), "
-      "or use the gloo backend");
+      "NCCL was asked for, but this apex was built without it: rebuild apex against a libtorch for "
+      "CUDA, with the CUDA toolkit and nccl.h available (the configure summary says what is "
+      "missing), or use the gloo backend");
 }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest&) {

@@ -81,9 +81,9 @@ void require_same_torch() {
   const uint64_t major = version >> 56, minor = (version >> 48) & 0xff;
   if (major == TORCH_VERSION_MAJOR && minor == TORCH_VERSION_MINOR) return;
   throw Error("apex was built for libtorch " + std::to_string(TORCH_VERSION_MAJOR) + "." +
-              std::to_string(TORCH_VERSION_MINOR) + " and runs with " + std::to_string(major) +
+              std::to_string(TORCH_VERSION_MINOR) + " but runs with " + std::to_string(major) +
               "." + std::to_string(minor) +
-              ": build apex and this program with the libtorch that they run with");
+              ": rebuild apex and this program against the libtorch that they run with");
 }
 
 /// In a forked process, the threads that the parent's groups would join do not exist. So these
@@ -197,7 +197,7 @@ Group connect_group(const std::string& who, const std::string& name, const std::
         who + " could not connect to the " + std::to_string(request.size) +
         " ranks of its group within " + std::to_string(request.timeout.count()) +
         " ms: check that all of them were started with the same world size and backend, that none "
-        "has failed, and that the machines reach each other (GLOO_SOCKET_IFNAME or "
+        "has failed, and that the hosts can reach each other (GLOO_SOCKET_IFNAME or "
         "NCCL_SOCKET_IFNAME choose the network interface) (" +
         message_of(error) + ")");
   }
@@ -208,7 +208,8 @@ Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
                            const std::optional<LaunchRanks>& launched) {
   const InitMethod method = parse_init_method(options.init_method());
   if (options.rank().has_value() != options.world_size().has_value()) {
-    throw InvalidArgument("options.rank and options.world_size: give both or neither");
+    throw InvalidArgument(
+        "options.rank and options.world_size must be set together: set both or neither");
   }
   Rendezvous plan;
   plan.kind = method.kind;
@@ -218,7 +219,7 @@ Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
   if ((!rank || !world_size) && !launched) {
     throw InvalidArgument(
         "RANK and WORLD_SIZE are not set: start the program with torchrun --no-python, srun or "
-        "mpirun, set both variables, or give options.rank and options.world_size");
+        "mpirun, set both variables, or pass options.rank and options.world_size");
   }
   plan.rank = rank ? *rank : launched->rank;
   plan.world_size = world_size ? *world_size : launched->world_size;
@@ -309,8 +310,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   }
   for (size_t i = 0; i < members.size(); ++i) {
     if (members[i] < 0 || members[i] >= world.group->getSize()) {
-      throw InvalidArgument("new_group(): there is no rank " + std::to_string(members[i]) +
-                            " in a world of " + std::to_string(world.group->getSize()));
+      throw InvalidArgument("new_group(): rank " + std::to_string(members[i]) +
+                            " is not in the world of size " +
+                            std::to_string(world.group->getSize()));
     }
     if (i > 0 && members[i] == members[i - 1]) {
       throw InvalidArgument("new_group(): rank " + std::to_string(members[i]) + " is listed twice");

@@ -35,12 +35,12 @@ std::string advice(const std::string& message, const Rendezvous& rendezvous) {
   const std::string port = std::to_string(rendezvous.master.port);
   if (contains(message, "EADDRINUSE") || contains(message, "address already in use")) {
     return "port " + port +
-           " is in use on this machine: set MASTER_PORT to a free one on every rank, and start "
-           "only one process as rank 0";
+           " is in use on this host: set MASTER_PORT to a free port on every rank, and start only "
+           "one process as rank 0";
   }
   if (contains(message, "waiting for clients")) {
-    return "not every rank arrived: check that " + std::to_string(rendezvous.world_size) +
-           " processes were started and that they can reach this machine";
+    return "not every rank joined: check that " + std::to_string(rendezvous.world_size) +
+           " processes were started and that they can reach this host";
   }
   if (contains(message, "Ping failed")) {
     return "another program listens at " + rendezvous.master.host + ":" + port +
@@ -99,7 +99,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
       // torch would retry for longer than the timeout.
       const auto folder = std::filesystem::absolute(rendezvous.path).parent_path();
       if (!std::filesystem::is_directory(folder))
-        throw Error("there is no folder '" + folder.string() + "'");
+        throw Error("there is no directory '" + folder.string() + "'");
       const int file = ::open(rendezvous.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
       if (file < 0) throw Error(std::generic_category().message(errno));
       ::close(file);
@@ -122,7 +122,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
     throw_not_joined(
         rendezvous,
         (rendezvous.kind == InitMethod::Kind::kFile
-             ? "the file could not be used: check that its folder exists and can be written"
+             ? "the file could not be used: check that its directory exists and is writable"
              : advice(message, rendezvous)) +
             " (" + message + ")");
   }
@@ -138,18 +138,19 @@ void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous&
   const std::string other_size = claim(notes, "world_size", size);
   if (other_size != size) {
     throw InvalidArgument(rendezvous.describe() + " was started with world size " + size +
-                          " but another rank with world size " + other_size +
-                          ": WORLD_SIZE has to be the same on every rank");
+                          ", but another rank with world size " + other_size +
+                          ": set the same WORLD_SIZE on every rank");
   }
   const std::string self = identity();
   const std::string other = claim(notes, "rank" + std::to_string(rendezvous.rank), self);
   if (other != self) {
     throw InvalidArgument(
-        rendezvous.describe() + " (" + self + ") is there already: " + other +
-        " has the same rank; " +
+        rendezvous.describe() + " (" + self + ") cannot join: " + other +
+        " has already joined with this rank; " +
         (rendezvous.kind == InitMethod::Kind::kFile
-             ? "if that is from an earlier job, delete the file, else give every process its rank"
-             : "RANK has to be different in every process"));
+             ? "if that process is from an earlier job, delete the file, otherwise give every "
+               "process its own rank"
+             : "set a different RANK in every process"));
   }
 }
 

@@ -65,7 +65,7 @@ std::string describe(int error) {
     return "nothing listens there (" + text + ")";
   }
   if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) {
-    return "the machine does not answer (" + text + ")";
+    return "the host does not answer (" + text + ")";
   }
   return "the connection failed (" + text + ")";
 }

@@ -87,7 +87,7 @@ void check_gradient(const at::Tensor& grad, size_t group, size_t index) {
                         " of group " + std::to_string(group) + " has a " +
                         c10::toString(grad.scalar_type()) + " one" +
                         (grad.layout() == at::kStrided ? "" : " that is sparse") +
-                        ". Leave such parameters to another optimizer.");
+                        ". Give such parameters to another optimizer.");
 }
 
 std::map<Kind, Alike> sort_by_kind(const OptimizerParamGroup& group) {
@@ -124,7 +124,7 @@ void adapt_alike(const Alike& alike, double lr, double decay, const LARCOptions&
 }
 
 std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& optimizer) {
-  if (!optimizer) throw InvalidArgument("LARC was given no optimizer to wrap; pass one.");
+  if (!optimizer) throw InvalidArgument("LARC: the optimizer is null; pass the one to wrap.");
   return optimizer->defaults().clone();
 }
 
@@ -196,7 +196,7 @@ LARC& LARC::operator=(LARC&& other) {
 
 void LARC::require_wrapped() const {
   if (!wrapped_) {
-    throw Error("LARC: the optimizer was moved out of this object: use the one it was moved to");
+    throw Error("LARC: this object was moved from: use the one that it was moved to");
   }
 }
 

@@ -32,8 +32,8 @@ OverlappedOptimizer::OverlappedOptimizer(torch::optim::Optimizer& optimizer, Red
   // A second one would replace the callback of the first, whose updates would be lost.
   if (reducer.deferred()) {
     throw InvalidArgument(
-        "OverlappedOptimizer: this reducer has an OverlappedOptimizer already (or set_deferred() "
-        "was called); it can have one, with the parameters of both optimizers in its groups.");
+        "OverlappedOptimizer: this reducer already has an OverlappedOptimizer (or set_deferred() "
+        "was called), and can have only one: put all parameters into the groups of one optimizer.");
   }
   const auto& parameters = reducer.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -111,10 +111,9 @@ void OverlappedOptimizer::arrived(const ReducedBucket& bucket) {
     const NamedTensor& parameter = reducer_.parameters()[i];
     if (later_->parameters.erase(parameter.tensor.unsafeGetTensorImpl()) == 0) continue;
     if (!parameter.tensor.grad().defined()) {
-      throw Error(
-          "the gradient of parameter '" + parameter.name +
-          "' was cleared while it was on its way, so its update is lost: clear gradients by "
-          "OverlappedOptimizer::zero_grad()");
+      throw Error("the gradient of parameter '" + parameter.name +
+                  "' was cleared while its all-reduce was in flight, so its update is lost: clear "
+                  "gradients with OverlappedOptimizer::zero_grad()");
     }
     due.insert(parameter.tensor.unsafeGetTensorImpl());
     tensors.push_back(parameter.tensor);

@@ -14,6 +14,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "optim/shared_parameters.h"
 #include "plain_text.h"
 #include "tensor_parts.h"
 #include "transport/separate_group.h"
@@ -24,17 +25,14 @@ namespace apex::parallel {
 // Note [Before or after a step]
 //
 // If a rank ends during a step, the other ranks must not be left with a mix of new and old
-// parameters. So a rank writes the parameters of other ranks only after all ranks have sent theirs.
+// parameters. Where ranks share memory, see Note [Parameters in shared memory]. Elsewhere a rank
+// writes the parameters of other ranks only after all ranks have sent theirs.
 // It steps its own parameters in place. But the values that it sent last stay in a buffer until the
 // next step is published, and are restored if that fails. So there are two buffers, which
-// alternate. This needs no extra copy, because the other ranks read from the buffer. If parameters
+// alternate. This needs no extra copy, because the collective reads from the buffer. If parameters
 // were changed after they were sent, the buffer does not have the changes, so the parameters are
-// saved in a copy. The buffer itself cannot be overwritten, because a late rank may still read it.
-// (Changes through .data() do not change the version of a tensor and are not detected.)
-//
-// No rank reads a buffer any more when it is used again. A rank sends step k + 1 after it has
-// received all of step k, and this rank begins step k + 2 after it has received step k + 1 of all
-// ranks.
+// saved in a copy. (Changes through .data() do not change the version of a tensor and are not
+// detected.)
 
 namespace {
 
@@ -104,11 +102,7 @@ at::Tensor flat_memory(const at::Tensor& tensor) {
   return tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset());
 }
 
-at::Tensor bytes_in(const at::Tensor& flat) {
-  return (flat.is_complex() ? at::view_as_real(flat).view(-1) : flat).view(at::kByte);
-}
-
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
   for (const at::Tensor& tensor : tensors) bytes += tensor.numel();
   return bytes;
@@ -152,9 +146,10 @@ struct ParameterShards::Form {
 /// The pieces and buffers on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
-  std::array<at::Tensor, 2> sent;               ///< this rank's: see Note [Before or after a step]
-  at::Tensor saved;                             ///< this rank's, if changed since they were sent
-  bool shared = false;                          ///< `sent` is in memory that all ranks share
+  std::array<at::Tensor, 2>
+      sent;          ///< this rank's: see Note [Before or after a step]; not if shared
+  at::Tensor saved;  ///< this rank's, if changed since they were sent
+  std::unique_ptr<SharedParameters> shared;  ///< null where ranks do not share memory
 };
 
 std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
@@ -251,7 +246,7 @@ struct ParameterShards::State {
       for (const ParameterPiece& piece : shards[r]) {
         OnDevice& device = devices[of(piece).device().str()];
         device.memory.resize(shards.size());
-        if (piece.end > piece.begin) device.memory[r].push_back(bytes_in(values(piece)));
+        if (piece.end > piece.begin) device.memory[r].push_back(bytes_of(of(piece), piece));
       }
     }
   }
@@ -273,6 +268,9 @@ struct ParameterShards::State {
     }
     if (!moved) return false;
     find_memory();
+    for (auto& [name, device] : devices) {
+      if (device.shared) device.shared->find_memory();
+    }
     for (size_t i = 0; i < own().size(); ++i) {
       if (!is_whole(own()[i], of(own()[i]))) tensors[i].set_data(values(own()[i]));
     }
@@ -280,19 +278,33 @@ struct ParameterShards::State {
   }
 
   void make_buffers(OnDevice& device, at::Device at) {
-    const int64_t bytes = bytes_of(device.memory[rank]);
-    const auto host = at.is_cpu() ? host_backend_of(*group) : nullptr;
-    device.shared = host && host->shares_memory();
     int64_t most = 1;
-    for (const auto& of_rank : device.memory) most = std::max(most, bytes_of(of_rank));
+    for (const auto& of_rank : device.memory) most = std::max(most, total_bytes(of_rank));
     const at::TensorOptions options = at::TensorOptions(at).dtype(at::kByte);
-    for (at::Tensor& buffer : device.sent) {
-      buffer = device.shared
-                   ? host->allocateTensor(std::max<long>(1, static_cast<long>(bytes)), options)
-                   : at::zeros({most}, options);
-    }
+    for (at::Tensor& buffer : device.sent) buffer = at::zeros({most}, options);
     copy_all(split_like(device.sent[static_cast<size_t>(steps % 2)], device.memory[rank]),
              device.memory[rank]);
+  }
+
+  /// Moves the parameters on the CPU from index `from` on, with the pieces `added`, into shared
+  /// memory.
+  void share(OnDevice& device, const Shards& added, size_t from) {
+    std::vector<at::Tensor> on_cpu;
+    std::vector<int64_t> index;  // in on_cpu; -1: on another device
+    for (size_t i = from; i < parameters.size(); ++i) {
+      const bool here = parameters[i].tensor.is_cpu();
+      index.push_back(here ? static_cast<int64_t>(on_cpu.size()) : -1);
+      if (here) on_cpu.push_back(parameters[i].tensor);
+    }
+    SharedParameters::Pieces pieces(added.size());
+    for (size_t r = 0; r < added.size(); ++r) {
+      for (ParameterPiece piece : added[r]) {
+        piece.parameter = index[static_cast<size_t>(piece.parameter)];
+        if (piece.parameter >= 0) pieces[r].push_back(piece);
+      }
+    }
+    if (!device.shared) device.shared = std::make_unique<SharedParameters>(group);
+    device.shared->add(on_cpu, pieces);
   }
 
   void add(const std::vector<NamedTensor>& more, const std::vector<double>& costs) {
@@ -331,6 +343,13 @@ struct ParameterShards::State {
       throw;
     }
     broadcast_coalesced(given, group, 0, kBroadcastBytes, "broadcast of parameters");
+    // Before other tensors refer to the storages.
+    const bool on_cpu = std::any_of(given.begin(), given.end(),
+                                    [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+    if (!alone() && on_cpu) {
+      const auto host = host_backend_of(*group);
+      if (host && host->shares_memory()) share(devices["cpu"], added, before);
+    }
     for (const at::Tensor& tensor : given) forms.emplace_back(tensor);
     for (size_t r = 0; r < shards.size(); ++r) {
       for (ParameterPiece piece : added[r]) {
@@ -343,12 +362,14 @@ struct ParameterShards::State {
     find_memory();
     remember_versions();
     if (alone()) return;
-    for (auto& [name, device] : devices) make_buffers(device, at::Device(name));
+    for (auto& [name, device] : devices) {
+      if (!device.shared) make_buffers(device, at::Device(name));
+    }
   }
 
   void exchange(OnDevice& device, const std::string& what) {
+    if (device.shared) return device.shared->exchange(steps + 1, what);
     const at::Tensor& mine = device.sent[static_cast<size_t>((steps + 1) % 2)];
-    if (device.shared) return all_gather_parts(what, *group, device.memory, mine);
     const auto& own_memory = device.memory[rank];
     const c10::OptionalDeviceGuard guard(mine.device());
     copy_all(split_like(mine, own_memory), own_memory);
@@ -374,10 +395,18 @@ struct ParameterShards::State {
     bool changed = moved;
     for (size_t i = 0; i < own().size(); ++i) changed |= of(own()[i])._version() != versions[i];
     for (auto& [name, device] : devices) {
+      if (device.shared) {
+        device.shared->begin(steps + 1, publication(), changed);
+        continue;
+      }
       const auto& memory = device.memory[rank];
       device.saved = changed && !memory.empty() ? at::cat(memory) : at::Tensor();
     }
     began = true;
+  }
+
+  std::string publication() const {
+    return "publication of step " + std::to_string(steps + 1) + " of a ShardedOptimizer";
   }
 
   void end() {
@@ -386,13 +415,24 @@ struct ParameterShards::State {
   }
 
   void restore() {
+    for (auto& [name, device] : devices) {
+      if (device.shared) device.shared->give_up(steps + 1);
+    }
     if (!began) return;
     for (auto& [name, device] : devices) {
+      if (device.shared) continue;
       const at::Tensor& sent = device.sent[static_cast<size_t>(steps % 2)];
       const at::Tensor& before = device.saved.defined() ? device.saved : sent;
       copy_all(device.memory[rank], split_like(before, device.memory[rank]));
     }
     end();
+  }
+
+  /// After restore() and after the other ranks were notified.
+  void wait_for_others() const {
+    for (const auto& [name, device] : devices) {
+      if (device.shared) device.shared->wait_for_others(steps + 1);
+    }
   }
 };
 
@@ -413,6 +453,12 @@ ParameterShards::~ParameterShards() = default;
 void ParameterShards::add(std::vector<NamedTensor> parameters, const std::vector<double>& costs) {
   const at::NoGradGuard no_grad;
   state_->add(parameters, costs);
+}
+
+const std::vector<NamedTensor>& ParameterShards::parameters() const { return state_->parameters; }
+
+const c10::intrusive_ptr<c10d::ProcessGroup>& ParameterShards::group() const {
+  return state_->group;
 }
 
 const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const {
@@ -465,12 +511,11 @@ void ParameterShards::publish() {
   State& state = *state_;
   if (state.alone()) return;
   const at::NoGradGuard no_grad;
-  const std::string what =
-      "publication of step " + std::to_string(state.steps + 1) + " of a ShardedOptimizer";
   try {
-    for (auto& [name, device] : state.devices) state.exchange(device, what);
+    for (auto& [name, device] : state.devices) state.exchange(device, state.publication());
   } catch (...) {
     state.restore();
+    state.wait_for_others();
     throw;
   }
   ++state.steps;
@@ -492,6 +537,7 @@ void ParameterShards::give_up(const std::string& why) noexcept {
     // Notifying the other ranks matters more than this error.
   }
   announce_failure(*state.group, "a step of a ShardedOptimizer: " + why);
+  state.wait_for_others();
 }
 
 }  // namespace apex::parallel

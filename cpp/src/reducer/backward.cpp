@@ -35,7 +35,8 @@ namespace apex::parallel::detail {
 //
 // - It failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
 //   this backward is invalid. Every rank throws, and all can continue with the next backward.
-// - It left the plan (relearn(), another communication hook, another set of trainable parameters).
+// - It left the plan (rebuild_buckets(), another communication hook, another set of trainable
+//   parameters).
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
 //   some ranks have kept the plan, every rank throws.
 //
@@ -79,8 +80,8 @@ constexpr int64_t kOrderAfter = 3;
 
 constexpr const char* kSkippedTooLate =
     "another rank called skip_step() in this backward, but here a bucket callback or an "
-    "OverlappedOptimizer had the gradients before that was known, so parameters may differ: use "
-    "the same on every rank, and start again from a checkpoint";
+    "OverlappedOptimizer used the gradients before this was known, so parameters may differ: use "
+    "the same on every rank, and restart from a checkpoint";
 
 /// @param backwards  number of backwards with this plan, including this one.
 bool is_to_be_ordered(const Plan& plan, int64_t backwards, const ReducerContext& context) {
@@ -147,16 +148,16 @@ std::string Backward::describe_early_write(const ReducerContext& context,
                                            const Parameter& parameter) {
   return context.me() + "parameter '" + parameter.name +
          "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
-         "of the average. Step after backward, or, to hide steps under communication, use "
+         "of the average. Step after backward. To overlap steps with communication, use "
          "OverlappedOptimizer or a bucket callback (register_bucket_callback)";
 }
 
 std::string Backward::describe_overtaken(const Parameter& parameter) {
   return "parameter '" + parameter.name +
-         "' got a gradient, but forward used it without waiting for its last one, so before it was "
-         "updated "
-         "(it is not used through the forward of the module that owns it). Wait for it first, see "
-         "OverlappedOptimizer.synchronize() or Reducer::wait_for(), or do without overlapping.";
+         "' got a gradient, but forward used it before its last update was complete, because it "
+         "was not used through the forward of the module that owns it. Call "
+         "OverlappedOptimizer.synchronize() (in C++ Reducer::wait_for()) before such a use, or "
+         "train without OverlappedOptimizer.";
 }
 
 std::string Backward::describe() const {
@@ -206,11 +207,8 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
     pass_.fail(
         context_.me() + "parameter '" + parameter.name +
         "' still held the gradient that the last synchronized backward summed over the ranks when "
-        "this "
-        "one began; without an average over the ranks (gradient_average=False, or weights) what it "
-        "added cannot be told apart, and the old "
-        "sum was "
-        "counted once per rank. Clear gradients (zero_grad) between synchronized backwards, or "
+        "this one began. With gradient_average=False, or with weights, the old sum was summed over "
+        "the ranks again: clear gradients (zero_grad) between synchronized backwards, or "
         "accumulate under no_sync().");
   }
   gradient.last_fired = ++pass_.clock;
@@ -226,10 +224,10 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
   if (place.bucket < 0) {
     if (context_.options.static_graph) {
       pass_.fail(context_.me() + "parameter '" + parameter.name +
-                 "' got a gradient, but had none on any rank in the first backward, and "
-                 "static_graph=True promises that this does not change: its gradient was not "
-                 "averaged. Construct without static_graph, or call relearn() on every rank "
-                 "when the model changes.");
+                 "' got a gradient, but had none on any rank in the first backward, so with "
+                 "static_graph=True it has no bucket and its gradient was not averaged. Construct "
+                 "without static_graph, or call rebuild_buckets() on every rank when the model "
+                 "changes.");
     }
     return;
   }
@@ -237,11 +235,10 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
   if (entry.launched) {
     pass_.fail(
         context_.me() + "parameter '" + parameter.name + "' got gradient number " +
-        std::to_string(fired) + " of one backward after its bucket had been launched; " +
+        std::to_string(fired) + " of one backward after its bucket had been launched, but " +
         std::to_string(place.expected) +
-        " were recorded in the first backward, so the later ones are not averaged. A layer was "
-        "probably used in more checkpointed segments than before: call relearn() on every rank "
-        "when "
+        " were recorded in the first backward, so this one was not averaged. A layer was probably "
+        "used in more checkpointed segments than before: call rebuild_buckets() on every rank when "
         "that changes, or construct with delay_allreduce=True.");
     return;
   }
@@ -489,7 +486,7 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i]) ready.push_back(i);
   }
-  context_.statistics.add(&ReducerStatistics::plans_learnt);
+  context_.statistics.add(&ReducerStatistics::plans_recorded);
   BucketLimits limits = context_.options.limits;
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
@@ -705,8 +702,9 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
     if (!grad.defined() || at::isfinite(grad).all().item<bool>()) continue;
     pass_.non_finite = "a rank contributed a gradient that is infinite or NaN for parameter '" +
                        context_.parameters[slot.parameter].name +
-                       "', and so it is on every rank now: look at the ranks' batches and losses, "
-                       "lower the learning rate, or scale the loss; do not step the optimizer";
+                       "', so its average is not finite on any rank: check the ranks' batches and "
+                       "losses, lower the learning rate, or scale the loss; do not step the "
+                       "optimizer";
     pass_.skipped = pass_.skipped || context_.options.skip_failed_steps;
     return;
   }

@@ -13,8 +13,8 @@ namespace apex::parallel::detail {
 void BatchWeight::enter(double weight) {
   if (entered_) {
     throw Error(
-        "weight() inside of another weight(): the gradients of a backward are of one set of "
-        "samples. Leave the first one before");
+        "weight() was entered inside another weight(), but a backward has only one set of samples: "
+        "exit the first one before");
   }
   number_ = weight;
   entered_ = true;
@@ -23,10 +23,11 @@ void BatchWeight::enter(double weight) {
 void BatchWeight::enter(const at::Tensor& weight) {
   if (!weight.defined() || weight.numel() != 1 || weight.is_complex() || weight.is_meta() ||
       weight.layout() != at::kStrided) {
-    throw InvalidArgument("a weight is a real number or a tensor with one, got " +
-                          (weight.defined() ? weight.toString() + " with " +
-                                                  std::to_string(weight.numel()) + " elements"
-                                            : std::string("an undefined tensor")));
+    throw InvalidArgument(
+        "a weight must be a real number, or a real tensor with one element, got " +
+        (weight.defined()
+             ? weight.toString() + " with " + std::to_string(weight.numel()) + " elements"
+             : std::string("an undefined tensor")));
   }
   if (weight.is_cpu()) return enter(weight.item<double>());
   enter(0);

@@ -68,7 +68,7 @@ at::Tensor joined(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   std::vector<at::Tensor> flat;
   for (const at::Tensor& part : parts_of(grad)) {
     if (part.scalar_type() != slot.variable.scalar_type()) {
-      throw GradientForm(slot.parameter, "consists of tensors of which one has dtype " +
+      throw GradientForm(slot.parameter, "contains a tensor of dtype " +
                                              std::string(c10::toString(part.scalar_type())) +
                                              ", which is not the parameter's");
     }
@@ -76,14 +76,14 @@ at::Tensor joined(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   }
   at::Tensor all = at::cat(flat);
   if (all.numel() != slot.numel)
-    throw GradientForm(slot.parameter, "has other parts than the parameter");
+    throw GradientForm(slot.parameter, "has different inner tensors than the parameter");
   return all;
 }
 
 /// Overwrites the parts of `grad` with the slot's view.
 void write_parts(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   if (numel_of_parts(grad) != slot.numel)
-    throw GradientForm(slot.parameter, "has other parts than the parameter");
+    throw GradientForm(slot.parameter, "has different inner tensors than the parameter");
   int64_t offset = 0;
   for (const at::Tensor& part : parts_of(grad)) {
     at::Tensor target = part.detach();
@@ -609,8 +609,8 @@ void BucketMessage::let_go() {
 at::Tensor BucketMessage::values_of(const at::Tensor& grad, const Slot& slot) const {
   if (is_in_parts(grad, slot.variable) != slot.in_parts) {
     throw GradientForm(slot.parameter, slot.in_parts
-                                           ? "is one tensor, and was recorded as several"
-                                           : "is several tensors, and was recorded as one");
+                                           ? "is one tensor, but was recorded as several"
+                                           : "is several tensors, but was recorded as one");
   }
   return slot.in_parts ? joined(grad, slot) : dense(grad);
 }

@@ -78,8 +78,9 @@ void naming(const ReducerContext& context, const Call& call) {
   } catch (const GradientForm& error) {
     throw Error(context.me() + "the gradient of parameter '" +
                 context.parameters[error.parameter()].name + "' " + error.what() +
-                "; it must have one form on every rank: call relearn() on every rank where that "
-                "changes, or freeze the parameter");
+                ", but a gradient must have the same structure on every rank and in every "
+                "backward: call rebuild_buckets() on every rank when it changes, or freeze the "
+                "parameter");
   }
 }
 

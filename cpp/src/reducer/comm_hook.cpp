@@ -14,7 +14,7 @@ CommHook::~CommHook() = default;
 std::string CommHook::name() const { return c10::demangle(typeid(*this).name()); }
 
 c10::intrusive_ptr<c10::ivalue::Future> CommHook::finish(GradientBucket&, const at::Tensor&) {
-  throw Error("a communication hook that has_finish() has to define finish()");
+  throw Error("a communication hook whose has_finish() is true must define finish()");
 }
 
 }  // namespace apex::parallel

@@ -19,8 +19,8 @@ namespace apex::parallel::detail {
 namespace {
 
 constexpr const char* kOwnErrorOrTheirs =
-    "fix the hook if the error is its own, else look at the output of the other ranks; then start "
-    "again with a new process group";
+    "fix the hook if it caused the error, otherwise check the output of the other ranks; then "
+    "restart with a new process group";
 
 class HookReduction final : public Reduction {
  public:
@@ -121,8 +121,8 @@ class HookReduction final : public Reduction {
   static FuturePtr checked(FuturePtr future) {
     if (!future) {
       throw Error(
-          "it returned no future, so the gradients of this bucket would not be averaged: "
-          "return one that yields the result");
+          "it returned no future, so the gradients of this bucket would not be averaged: return a "
+          "future that yields the result");
     }
     return future;
   }
@@ -162,8 +162,8 @@ class HookReduction final : public Reduction {
     if (value.isTensorList() && value.toTensorVector().size() == 1)
       return value.toTensorVector().front();
     if (value.isTensor()) return value.toTensor();
-    throw Error(who() + what_ + " has a future of " + value.tagKind() +
-                "; it has to yield a tensor, or a list of one");
+    throw Error(who() + what_ + " returned a future of " + value.tagKind() +
+                "; it must yield a tensor, or a list of one tensor");
   }
 
   void await(const std::string& what) {

@@ -22,11 +22,11 @@ namespace {
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-void check_wire(const GroupPtr& group, at::ScalarType wire) {
+void check_arguments(const GroupPtr& group, at::ScalarType dtype) {
   if (!group) throw InvalidArgument("a communication hook needs a process group");
-  if (wire == at::kHalf || wire == at::kBFloat16) return;
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return;
   std::ostringstream out;
-  out << "gradients can travel as float16 or bfloat16, not as " << wire;
+  out << "a low-precision communication hook sends float16 or bfloat16, got " << dtype;
   throw InvalidArgument(out.str());
 }
 
@@ -43,32 +43,34 @@ at::Tensor bytes(const at::Tensor& tensor) { return tensor.view(at::kByte); }
 
 class CompressHook final : public CommHook {
  public:
-  CompressHook(GroupPtr group, at::ScalarType wire) : group_(std::move(group)), wire_(wire) {}
+  CompressHook(GroupPtr group, at::ScalarType dtype) : group_(std::move(group)), dtype_(dtype) {}
 
-  std::string name() const override { return std::string("all-reduce in ") + c10::toString(wire_); }
+  std::string name() const override {
+    return std::string("all-reduce in ") + c10::toString(dtype_);
+  }
 
   bool may_chain() const override { return false; }
 
   FuturePtr run(GradientBucket& bucket) override {
     const bool narrows =
-        static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(wire_);
-    at::Tensor message = narrows ? bucket.buffer.to(wire_) : bucket.buffer;
+        static_cast<size_t>(bucket.buffer.element_size()) > c10::elementSize(dtype_);
+    at::Tensor message = narrows ? bucket.buffer.to(dtype_) : bucket.buffer;
     message.div_(group_->getSize());
     return issue_all_reduce("compressed all-reduce", *group_, message)->getFuture();
   }
 
  private:
   const GroupPtr group_;
-  const at::ScalarType wire_;
+  const at::ScalarType dtype_;
 };
 
 class Fp32AccumulateHook final : public CommHook {
  public:
-  Fp32AccumulateHook(GroupPtr group, at::ScalarType wire)
-      : group_(std::move(group)), world_(group_->getSize()), wire_(wire) {}
+  Fp32AccumulateHook(GroupPtr group, at::ScalarType dtype)
+      : group_(std::move(group)), world_(group_->getSize()), dtype_(dtype) {}
 
   std::string name() const override {
-    return std::string("exchange in ") + c10::toString(wire_) + ", sum in float32";
+    return std::string("exchange in ") + c10::toString(dtype_) + ", sum in float32";
   }
 
   bool may_chain() const override { return false; }
@@ -80,7 +82,7 @@ class Fp32AccumulateHook final : public CommHook {
   }
 
   FuturePtr run(GradientBucket& bucket) override {
-    if (world_ == 1) return completed(bucket.buffer.to(wire_));  // rounded as with more ranks
+    if (world_ == 1) return completed(bucket.buffer.to(dtype_));  // rounded as with more ranks
     if (!bucket.buffer.is_cpu()) return run_on_device(bucket);
     Exchange exchange = scatter(bucket.buffer);
     FuturePtr future = exchange.work->getFuture();
@@ -97,7 +99,8 @@ class Fp32AccumulateHook final : public CommHook {
 
   FuturePtr finish(GradientBucket& bucket, const at::Tensor&) override {
     const auto found = exchanges_.find(bucket.index);
-    if (found == exchanges_.end()) throw Error("finish() of a bucket that was not sent");
+    if (found == exchanges_.end())
+      throw Error("finish() was called for a bucket that was not sent");
     const at::Tensor share = sum(found->second);
     exchanges_.erase(found);
     at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
@@ -121,7 +124,7 @@ class Fp32AccumulateHook final : public CommHook {
   Exchange scatter(const at::Tensor& buffer) {
     const int64_t share = (buffer.numel() + world_ - 1) / world_;
     Exchange exchange;
-    exchange.sent = at::empty({world_ * share}, buffer.options().dtype(wire_));
+    exchange.sent = at::empty({world_ * share}, buffer.options().dtype(dtype_));
     exchange.sent.narrow(0, 0, buffer.numel()).copy_(buffer);
     exchange.sent.narrow(0, buffer.numel(), world_ * share - buffer.numel()).zero_();
     exchange.received = at::empty_like(exchange.sent);
@@ -133,7 +136,7 @@ class Fp32AccumulateHook final : public CommHook {
   /// This rank's share of the average, [share] in the communication dtype.
   at::Tensor sum(const Exchange& exchange) const {
     at::Tensor total = at::sum(exchange.received.view({world_, -1}), {0}, false, at::kFloat);
-    return total.div_(world_).to(wire_);
+    return total.div_(world_).to(dtype_);
   }
 
   c10::intrusive_ptr<c10d::Work> gather(const at::Tensor& gathered, const at::Tensor& share) {
@@ -160,21 +163,21 @@ class Fp32AccumulateHook final : public CommHook {
 
   const GroupPtr group_;
   const int64_t world_;
-  const at::ScalarType wire_;
+  const at::ScalarType dtype_;
   std::unordered_map<int64_t, Exchange> exchanges_;  ///< by bucket, between run() and finish()
   std::optional<c10::Stream> stream_;
 };
 
 }  // namespace
 
-std::shared_ptr<CommHook> make_compress_hook(GroupPtr group, at::ScalarType wire) {
-  check_wire(group, wire);
-  return std::make_shared<CompressHook>(std::move(group), wire);
+std::shared_ptr<CommHook> make_compress_hook(GroupPtr group, at::ScalarType dtype) {
+  check_arguments(group, dtype);
+  return std::make_shared<CompressHook>(std::move(group), dtype);
 }
 
-std::shared_ptr<CommHook> make_fp32_accumulate_hook(GroupPtr group, at::ScalarType wire) {
-  check_wire(group, wire);
-  return std::make_shared<Fp32AccumulateHook>(std::move(group), wire);
+std::shared_ptr<CommHook> make_fp32_accumulate_hook(GroupPtr group, at::ScalarType dtype) {
+  check_arguments(group, dtype);
+  return std::make_shared<Fp32AccumulateHook>(std::move(group), dtype);
 }
 
 }  // namespace apex::parallel

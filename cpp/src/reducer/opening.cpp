@@ -12,15 +12,14 @@ namespace apex::parallel::detail {
 void refuse_failed(const ReducerContext& context) {
   if (context.phase == Phase::kReleased) {
     throw Error(
-        "backward after the reducer let go of its process groups (release(), or the end of the "
-        "interpreter): gradients would not be averaged");
+        "backward ran after the reducer released its process groups (release(), or the "
+        "interpreter's exit), so gradients would not be averaged");
   }
   if (context.phase == Phase::kFailed) {
     throw CommunicationError(
         context.me() +
         "a collective, or the communication hook of some ranks, failed in an earlier backward, so "
-        "the messages of the ranks do not match any more: start again with a new process group "
-        "and a new wrapper");
+        "the ranks' messages no longer match: restart with a new process group and a new wrapper");
   }
 }
 

@@ -67,7 +67,7 @@ void check(double last_gradient_s, double backward_s, const std::vector<BucketOv
     }
     throw InvalidArgument("overlap: bucket " + std::to_string(b) + " was ready at " +
                           std::to_string(bucket.ready_s) + " s, launched at " +
-                          std::to_string(bucket.launched_s) + " s, there at " +
+                          std::to_string(bucket.launched_s) + " s, complete at " +
                           std::to_string(bucket.arrived_s) + " s, awaited at " +
                           std::to_string(bucket.awaited_s) + " s");
   }
@@ -131,9 +131,9 @@ std::string to_string(const OverlapReport& report) {
   for (const BucketOverlap& bucket : report.buckets) bytes += static_cast<double>(bucket.bytes);
   append(text, "backward %.2f ms, last gradient after %.2f ms", report.backward_s * kMilli,
          report.last_gradient_s * kMilli);
-  if (report.clock == OverlapClock::kDevice) text += " (times of the device)";
+  if (report.clock == OverlapClock::kDevice) text += " (device times)";
   if (report.clock == OverlapClock::kHostOnly) {
-    text += " (times at which the host asked the device, not those of the device)";
+    text += " (times of the host's calls, not of the device)";
   }
   text += '\n';
   append(

@@ -41,9 +41,8 @@ void check(const NamedTensor& parameter, int rank) {
   }
   if (!tensor.is_leaf()) {
     out << "rank " << rank << ": parameter '" << parameter.name
-        << "' is the result of an operation, not a leaf: it never gets a .grad; pass the tensor "
-           "that "
-           "it was computed from";
+        << "' is the result of an operation, not a leaf, so it never gets a .grad: pass the tensor "
+           "that it was computed from";
     throw InvalidArgument(out.str());
   }
   if (const std::string why = why_not_sendable(tensor); !why.empty()) {

@@ -20,8 +20,8 @@ namespace apex::parallel::detail {
 // parameters. All ranks must freeze and unfreeze the same parameters. If one does not, every rank
 // must detect that before messages of different sizes meet:
 //
-// - While there is one plan, a rank with another set leaves the plan, as with relearn(): see Note
-//   [Carried through].
+// - While there is one plan, a rank with another set leaves the plan, as with rebuild_buckets();
+//   see Note [Carried through].
 // - While there are several plans, every backward begins with an exchange of rows and waits for it,
 //   so that differences are known before the first bucket. A plan that was not used for a while is
 //   dropped, so that a program that has permanently unfrozen its model does not keep paying for

@@ -28,8 +28,8 @@ void check_options(const ReducerOptions& options, size_t parameters,
   if (groups.empty()) throw InvalidArgument("a reducer needs at least one process group");
   if (std::find(groups.begin(), groups.end(), nullptr) != groups.end()) {
     throw InvalidArgument(
-        "a reducer was given a process group that is null, as new_group() returns it to ranks that "
-        "are no members: make reducers on the members only");
+        "a process group of the reducer is null, which new_group() returns on ranks that are not "
+        "members: construct reducers only on the members");
   }
   if (options.limits.cap < 0) {
     throw InvalidArgument("limits.cap must be positive, got " + std::to_string(options.limits.cap));
@@ -40,7 +40,8 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
   if (options.limits.cap == 0 && options.limits.first_cap > 0) {
     throw InvalidArgument(
-        "limits.first_cap, the size of the first bucket, goes with one for the others, limits.cap");
+        "limits.first_cap, the size of the first bucket, also needs limits.cap, the size of the "
+        "others");
   }
   const double factor = options.gradient_predivide_factor;
   if (!(factor > 0) || !std::isfinite(factor)) {
@@ -49,17 +50,17 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
   if (options.weighted && (!options.gradient_average || factor != 1.0)) {
     throw InvalidArgument(
-        "weighted divides by the sum of the ranks' weights, so it needs gradient_average, and "
-        "gradient_predivide_factor 1");
+        "weighted divides by the sum of the ranks' weights, so it requires gradient_average and a "
+        "gradient_predivide_factor of 1");
   }
   if (options.replica_check_every.value_or(1) < 0) {
-    throw InvalidArgument("replica_check_every is a number of steps, or 0, got " +
+    throw InvalidArgument("replica_check_every must be a number of steps, or 0, got " +
                           std::to_string(*options.replica_check_every));
   }
   if (options.delay_allreduce && !options.trigger_parameters.empty()) {
     throw InvalidArgument(
-        "delay_allreduce launches nothing before the end of backward, so trigger_parameters cannot "
-        "have an effect: give one of the two");
+        "delay_allreduce launches every bucket at the end of backward, so trigger_parameters has "
+        "no effect: pass only one of them");
   }
   for (const int64_t index : options.trigger_parameters) {
     if (index < 0 || static_cast<size_t>(index) >= parameters) {
@@ -75,8 +76,8 @@ void require_fits(const BucketPlan& plan, const detail::ParameterTable& paramete
     for (const int64_t index : bucket) {
       if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
         throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
-                              ", which is not one of the " + std::to_string(parameters.size()) +
-                              " parameters, or named twice");
+                              " twice, or it is not one of the " +
+                              std::to_string(parameters.size()) + " parameters");
       }
       seen[index] = true;
       const detail::Parameter& first = parameters[bucket.front()];
@@ -84,7 +85,7 @@ void require_fits(const BucketPlan& plan, const detail::ParameterTable& paramete
       if (one.variable.scalar_type() != first.variable.scalar_type() ||
           one.variable.device() != first.variable.device()) {
         throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
-                              one.name + "' together, which differ in dtype or device");
+                              one.name + "' into one bucket, but they differ in dtype or device");
       }
     }
   }
@@ -100,10 +101,10 @@ void refuse_to_skip(const detail::ReducerContext& context) {
         "on_failure='skip' (skip_failed_steps)";
   } else if (!context.members.alone() && !context.reads_reports()) {
     reason =
-        "on this device the host does not read what other ranks report: construct with "
+        "on this device the host does not read the other ranks' reports: construct with "
         "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
   } else if (context.phase == detail::Phase::kEnding) {
-    reason = "this backward is ending, and its report was sent: call it before";
+    reason = "this backward has already sent its report: call it earlier";
   }
   if (reason != nullptr) throw Error(context.me() + "skip_step(): " + reason);
 }
@@ -111,9 +112,10 @@ void refuse_to_skip(const detail::ReducerContext& context) {
 void refuse_weight(const detail::ReducerContext& context) {
   if (!context.options.weighted) {
     throw Error(
-        "a weight was given, but gradients are averaged over the ranks: construct with weighted");
+        "a weight was passed, but gradients are averaged without weights: construct with weighted");
   }
-  if (in_backward(context.phase)) throw Error("a weight was given inside of backward");
+  if (in_backward(context.phase))
+    throw Error("a weight was passed inside backward: enter weight() before backward");
 }
 
 /// @throws Error in a backward that averages one of `stepped`.
@@ -138,7 +140,7 @@ Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> grou
   core_ = std::make_shared<detail::ReducerCore>(std::move(parameters), std::move(groups),
                                                 std::move(options));
   if (triggers && core_->parameters().size() != given) {
-    throw InvalidArgument("trigger parameters need a list of parameters without repetitions");
+    throw InvalidArgument("trigger_parameters need a parameter list without duplicates");
   }
   core_->begin();
 }
@@ -159,9 +161,10 @@ void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
     state.context.hook = std::move(hook);
   });
 }
-void Reducer::relearn() {
-  core_->between_backwards("relearn()",
-                           [&](ReducerState&) { core_->leave_plan(ReasonToLeave::kRelearn); });
+void Reducer::rebuild_buckets() {
+  core_->between_backwards("rebuild_buckets()", [&](ReducerState&) {
+    core_->leave_plan(ReasonToLeave::kRebuildBuckets);
+  });
 }
 void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
   core_->between_backwards("set_bucket_callback()", [&](ReducerState& state) {

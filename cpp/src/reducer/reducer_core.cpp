@@ -131,7 +131,8 @@ void ReducerCore::hook_parameters() {
 
 void ReducerCore::refuse_in_backward(const char* what) const {
   const Read read(context().monitor);
-  if (in_backward(context().phase)) throw Error(std::string(what) + " while a backward is running");
+  if (in_backward(context().phase))
+    throw Error(std::string(what) + " was called while a backward is running");
 }
 
 void ReducerCore::prepare_for_forward() {
@@ -255,7 +256,7 @@ void ReducerCore::end_by_hand() {
     const Change change(context().monitor);
     session = std::move(by_hand_);
   }
-  if (!session) throw Error("a backward was ended that was not begun");
+  if (!session) throw Error("a backward was ended that had not begun");
   session->end();
 }
 

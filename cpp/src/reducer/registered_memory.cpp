@@ -28,12 +28,12 @@ at::Tensor allocate(const GroupPtr& group, StatisticsCounter& statistics, int64_
         // Memory of a HostBackend is already zeroed, and a write would allocate its pages.
         return device.is_cpu() ? buffer : buffer.zero_();
       }
-      reason = backend->getBackendName() + " has no memory of its own here";
+      reason = backend->getBackendName() + " does not allocate memory on this device";
     } catch (const std::exception& error) {
       reason = backend->getBackendName() + " could not allocate it: " + first_line(error.what());
     }
   }
-  TORCH_WARN_ONCE("registered_buffers: buckets are in torch's memory instead, since ", reason);
+  TORCH_WARN_ONCE("registered_buffers: buckets are allocated by torch instead, since ", reason);
   return at::zeros({numel}, options);
 }
 

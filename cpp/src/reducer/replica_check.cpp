@@ -147,12 +147,12 @@ std::string ReplicaCheck::locate() {
   like_ = found.like;
   apart_.clear();
   for (const size_t i : found.tensors) apart_.push_back(state_[i].tensor);
-  std::string text =
-      found.majority ? list(found.apart) + (found.apart.size() > 1 ? " hold" : " holds") +
-                           " another state than the other ranks: "
-                     : "the ranks do not hold the same state (" + list(found.apart) +
-                           (found.apart.size() > 1 ? " differ" : " differs") + " from rank " +
-                           std::to_string(found.like) + ", and no state is that of most ranks): ";
+  std::string text = found.majority
+                         ? list(found.apart) + (found.apart.size() > 1 ? " hold" : " holds") +
+                               " a different state than the other ranks: "
+                         : "the ranks do not hold the same state (" + list(found.apart) +
+                               (found.apart.size() > 1 ? " differ" : " differs") + " from rank " +
+                               std::to_string(found.like) + ", and no state has a majority): ";
   const size_t at = found.tensors.front();
   text += (at < parameters_ ? "parameter '" + state_[at].name + "'" : state_[at].name) + " differs";
   if (found.tensors.size() > 1) {
@@ -160,11 +160,10 @@ std::string ReplicaCheck::locate() {
             std::to_string(state_.size()) + " tensors";
   }
   return text + " (found in backward number " + std::to_string(context_.backward_number) +
-         "). Ranks that load other weights, step gradients that were not averaged, or whose memory "
-         "has changed a bit train on unnoticed otherwise: load a checkpoint on every rank, or "
-         "construct with on_divergence='resync', which takes over what most ranks hold; if they "
-         "differ on "
-         "purpose, replica_check_every=0" +
+         "). Probable causes are other weights loaded on some ranks, an optimizer step with "
+         "gradients that were not averaged, or a memory error: load a checkpoint on every rank, or "
+         "construct with on_divergence='resync', which copies the majority's state to all ranks; "
+         "if they differ on purpose, use replica_check_every=0" +
          note_on_ranks(*context_.members.control());
 }
 

@@ -97,7 +97,7 @@ void StepReporter::refuse_settings(const std::string& mine) {
   context_.monitor.open(
       [&] { verify_same_model(context_.parameters.named(), {}, context_.members.control()); });
   throw RankMismatch(context_.me() + "this rank has " + mine +
-                     ", another rank has not: register the same on every rank");
+                     ", but another rank does not: register the same on every rank");
 }
 
 std::string StepReporter::describe(const StepTable& table) const {

@@ -92,9 +92,9 @@ JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
   if (!same) {
     throw RankMismatch(
         context_.me() +
-        "under join() the ranks that still have data do different things at the same time "
-        "(forward, backward, synchronized or not, or batch norms of different sizes): every step "
-        "has to run the same forwards and backwards on all of them");
+        "under join() the ranks that still have data are in different calls (forward, backward, "
+        "synchronized or not, or batch norms of different sizes): run the same forwards and "
+        "backwards in every step on all of them");
   }
   if (!event.active.empty() && !divide_by_initial_)
     context_.divisor = static_cast<int64_t>(event.active.size());
@@ -115,10 +115,10 @@ int64_t UnevenInputs::last_with_data(bool followed, int64_t states) {
   if (fewest != most) {
     throw RankMismatch(
         context_.me() + "at the end of join() this rank has " + std::to_string(states) +
-        " loss scalers to take over, others between " + std::to_string(fewest) + " and " +
+        " loss scalers to copy, and other ranks have between " + std::to_string(fewest) + " and " +
         std::to_string(most) +
-        "; give join(scalers=...) as many on every rank, and call amp.initialize() on "
-        "all of them or on none.");
+        ": pass the same number to join(scalers=...) on every rank, and call amp.initialize() on "
+        "all ranks or on none");
   }
   return least[1].item<int64_t>() == 0 ? -1 : least[0].item<int64_t>();
 }

@@ -62,14 +62,14 @@ struct Question {
 };
 
 const Question kAsked[] = {
-    {&StepFacts::idle_step, "stepped an optimizer twice without a backward between"},
+    {&StepFacts::idle_step, "stepped an optimizer twice without a backward in between"},
     {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
     {&StepFacts::updated_locally,
      "updated the parameters after a backward without synchronization"},
 };
 
 const char* const kReasons[] = {"",
-                                "relearn()",
+                                "rebuild_buckets()",
                                 "another communication hook",
                                 "load_bucket_plan()",
                                 "another use of OverlappedOptimizer",
@@ -273,9 +273,9 @@ std::string StepTable::describe_sets(const Names& names) const {
     if (of_set[first[i] ? 0 : 1].empty()) continue;
     return "parameter '" + names(i) + "' is frozen on " + of_set[0] + " and trainable on " +
            of_set[1] +
-           ", so no gradient of this step is an average over all ranks. Freeze and unfreeze "
-           "(requires_grad_) the same parameters on every rank before the same backward; to go on, "
-           "do so, and clear the gradients";
+           ", so the gradients of this step are not averages over all ranks. Freeze and unfreeze "
+           "(requires_grad_) the same parameters on every rank before the same backward; to "
+           "continue, do so and clear the gradients";
   }
   return {};
 }
@@ -289,16 +289,16 @@ std::string StepTable::describe_weights() const {
     if ((weight >= 0 && std::isfinite(weight)) || (is_missing && !used_any(rank))) continue;
     const std::string who = "rank " + std::to_string(rank);
     const std::string what = is_missing
-                                 ? "ran a backward outside of weight(), or gave NaN as its weight"
-                                 : "gave the weight " + std::to_string(weight);
+                                 ? "ran a backward outside weight(), or passed NaN as its weight"
+                                 : "passed the weight " + std::to_string(weight);
     return who + ' ' + what +
-           ", so gradients could not be divided by the sum of the weights. Give each backward, "
-           "also one that does not synchronize, the weight of its samples, which is finite and "
-           "not negative; to go on, clear the gradients";
+           ", so gradients could not be divided by the sum of the weights. Run each backward, "
+           "including those in no_sync(), in weight() with a finite, non-negative weight; to "
+           "continue, clear the gradients";
   }
   if (!std::isfinite(total_weight()))
-    return "the sum of the weights of all ranks is not finite: give smaller ones; to go on, clear "
-           "the gradients";
+    return "the sum of the weights of all ranks is not finite: pass smaller weights; to continue, "
+           "clear the gradients";
   return {};
 }
 
@@ -307,9 +307,9 @@ std::string StepTable::why_refused(const Names& names) const {
   if (!failed.empty()) {
     return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
            failed +
-           ", so no gradient of this step is an average over all ranks. Look at the output of that "
-           "rank; "
-           "to go on, clear the gradients (zero_grad) on every rank and run the next step";
+           ", so the gradients of this step are not averages over all ranks. Check the output of "
+           "that rank; to continue, clear the gradients (zero_grad) on every rank and run the next "
+           "step";
   }
   // Checked before the plan, because this message names the cause.
   const size_t words = words_for(parameters_);
@@ -323,11 +323,10 @@ std::string StepTable::why_refused(const Names& names) const {
   const std::string left = names_of(reports_, has_left);
   if (left.empty() || all_left()) return {};
   const auto first = std::find_if(reports_.begin(), reports_.end(), has_left);
-  return "before this backward " + left + " asked for a new bucket plan (" +
+  return "before this backward " + left + " requested a new bucket plan (" +
          kReasons[static_cast<size_t>(first->left)] +
-         "), but the other ranks did not, so no gradient of this step is an average over all "
-         "ranks. Do it "
-         "on every rank";
+         "), but the other ranks did not, so the gradients of this step are not averages over all "
+         "ranks. Make the same call on every rank; to continue, clear the gradients";
 }
 
 StepTable::Difference StepTable::difference() const {
@@ -370,19 +369,18 @@ std::string StepTable::describe_difference() const {
   const std::string far = names_of(ranks, further);
   if (!far.empty()) {
     told += (told.empty() ? "" : "; ") + far +
-            " moved the parameters further since the last synchronized backward than " +
+            " changed the parameters by more since the last synchronized backward than " +
             names_of(ranks,
                      [&](const StepReport& one) {
                        return counts(one) && tells_moved(one.facts) && !further(one);
                      }) +
-            ", as by a step of an optimizer too many or another learning rate";
+            ", for example by an additional optimizer step or another learning rate";
   }
   return "the ranks are out of step: " + told +
-         ". Gradients of different steps are averaged then, and parameters may differ. Run the "
-         "same backwards and optimizer steps on every rank (join() covers ranks with fewer "
-         "batches), load weights (load_state_dict) on every rank or before the model is wrapped, "
-         "and start again from a checkpoint; check_reduction=False (check_steps) switches this "
-         "check off";
+         ". Gradients of different steps were averaged, and parameters may differ. Run the same "
+         "backwards and optimizer steps on every rank (join() covers ranks with fewer batches), "
+         "load weights (load_state_dict) on every rank or before the model is wrapped, and restart "
+         "from a checkpoint; check_reduction=False (check_steps) disables this check";
 }
 
 std::string StepTable::describe_non_finite(const Names& names) const {
@@ -397,9 +395,8 @@ std::string StepTable::describe_non_finite(const Names& names) const {
   }
   if (text.empty()) return text;
   return text + " (" + std::to_string(count) + " of " + std::to_string(reports_.size()) +
-         " ranks have such gradients), and so it is on every rank now: look at that rank's batch "
-         "and "
-         "loss, lower the learning rate, or scale the loss; do not step the optimizer";
+         " ranks have such gradients), so its average is not finite on any rank: check that rank's "
+         "batch and loss, lower the learning rate, or scale the loss; do not step the optimizer";
 }
 
 }  // namespace apex::parallel

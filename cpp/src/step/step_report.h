@@ -62,7 +62,7 @@ namespace apex::parallel {
 /// The call by which a rank has left the plan.
 enum class ReasonToLeave : int64_t {
   kNone,
-  kRelearn,
+  kRebuildBuckets,
   kCommHook,
   kPlan,
   kDeferred,

@@ -48,8 +48,8 @@ std::string describe_straggler(const StragglerReport& report) {
       one.before_backward_s - median_of(report.ranks, rank, &RankTimes::before_backward_s);
   const double within = one.backward_s - median_of(report.ranks, rank, &RankTimes::backward_s);
   std::string text = format(
-      "rank %zu holds up the others: its own part takes %.2f times theirs, and it is the last in "
-      "%.0f %% of the steps; ",
+      "rank %zu holds up the others: its own time is %.2f times theirs, and it is the last in %.0f "
+      "%% of the steps; ",
       rank, one.ratio, one.last_share * 100);
   if (before >= within)
     return text +

@@ -285,13 +285,6 @@ WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
   return work;
 }
 
-WorkPtr HostBackend::all_gather_parts(const std::vector<Tensors>& parts, const at::Tensor& staged) {
-  auto work = begin(c10d::OpType::ALLGATHER, "apex:all_gather", c10d::kUnsetTimeout, {staged},
-                    concat(parts));
-  work->add(links_.channel->all_gather_parts(work->what(), parts, staged));
-  return work;
-}
-
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
   auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", options.timeout, tensors, tensors);

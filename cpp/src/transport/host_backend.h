@@ -138,8 +138,6 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// HostChannel::broadcast() of contiguous tensors, where ranks share memory.
   WorkPtr broadcast_changes(const Tensors& parts, int64_t root,
                             const std::shared_ptr<std::vector<uint8_t>>& changed);
-  /// HostChannel::all_gather_parts(), where ranks share memory.
-  WorkPtr all_gather_parts(const std::vector<Tensors>& parts, const at::Tensor& staged);
   /// A collective has failed: abandons sums in flight between hosts.
   void give_up(const std::string& why) noexcept;
   /// shutdown(); for `may_be_stuck` see end_elsewhere().

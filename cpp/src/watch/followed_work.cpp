@@ -84,10 +84,10 @@ void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::str
   const std::string found = report_failure(*group, what);
   notify(
       "rank " + std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) +
-      ": " + what + " does not end" + found + note_on_ranks(*group) +
-      ". The communicator is aborted, so that this process does not wait for the timeout. What the "
-      "GPU has received since, as gradients, is worth nothing: do not save it. The next collective "
-      "of this group raises an error.");
+      ": " + what + " does not complete" + found + note_on_ranks(*group) +
+      ". The communicator is aborted, so that this process does not wait for the timeout. "
+      "Gradients that the GPU has received since then are invalid: do not save a checkpoint. The "
+      "next collective of this group raises an error.");
   std::set<c10d::Backend*> aborted;
   for (const c10::Device& device : group->getDeviceTypes()) {
     const auto backend = group->getBackend(device.type());

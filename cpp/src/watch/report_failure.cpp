@@ -87,9 +87,8 @@ std::string describe(const Findings& findings, WatchedGroup& group, const std::s
     text += "; rank " + std::to_string(rank) + ' ' + state;
   if (!store_answers) {
     return text +
-           "; the store, through which ranks report, does not answer: the process that keeps it, "
-           "as a rule "
-           "rank 0 or the launcher, has ended, is stopped, or is cut off";
+           "; the store, through which ranks report, does not answer: the process that holds it, "
+           "usually rank 0 or the launcher, has ended, is stopped, or cannot be reached";
   }
   if (!findings.proof.empty()) return text;
   std::vector<int> silent;
@@ -99,7 +98,7 @@ std::string describe(const Findings& findings, WatchedGroup& group, const std::s
   if (!silent.empty()) {
     text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") +
             " not reported this failure within " + std::to_string(group.patience.count()) +
-            " ms: stopped, cut off, or never came to this collective";
+            " ms: stopped, unreachable, or did not reach this collective";
   } else {
     text += "; every rank has reported this failure";
     if (look_around(group, ProcessState::kEnded).empty()) text += ", and none has ended";

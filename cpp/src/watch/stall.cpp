@@ -54,7 +54,7 @@ int64_t read_stall_time() {
   double seconds = 0;
   if (!(in >> seconds) || !(in >> std::ws).eof() || !std::isfinite(seconds)) {
     notify("APEX_STALL_SECONDS=" + std::string(given) +
-           " is no number of seconds: 10 is used; 0 switches stall verdicts off");
+           " is not a number of seconds: the default of 10 is used; 0 disables stall reports");
     return kDefaultTime.count();
   }
   return seconds <= 0 ? 0 : static_cast<int64_t>(1000 * std::clamp(seconds, kLeast, kMost));

@@ -48,9 +48,9 @@ Cause cause_of(const Stall& stall, int rank) {
   if (process != stall.processes.end()) {
     const bool ended = process->second.find("ended") != std::string::npos;
     return {who + " " + process->second,
-            ended ? "its process is gone, and its connections have not been closed"
-                  : "somebody has stopped it, and it has not been continued",
-            ended ? "look at the end of its output, and start the job again"
+            ended ? "its process has ended, but its connections have not been closed"
+                  : "a signal or a debugger has stopped it, and it has not been continued",
+            ended ? "check the end of its output, and restart the job"
                   : "continue it (kill -CONT), or detach the debugger"};
   }
   const auto found = stall.others.find(rank);
@@ -58,9 +58,9 @@ Cause cause_of(const Stall& stall, int rank) {
   if (found == stall.others.end() ||
       (!found->second.waits && found->second.asked < stall.mine.asked)) {
     return {who + " does not answer",
-            "it cannot reach the store, its host is gone or does not schedule it, it has not used "
-            "the group yet, or it has a longer APEX_STALL_SECONDS",
-            "look whether its process runs and its host can be reached"};
+            "it cannot reach the store, its host is down or does not schedule it, it has not used "
+            "the group yet, or its APEX_STALL_SECONDS is longer",
+            "check that its process is running and its host can be reached"};
   }
   const Whereabouts& other = found->second;
   std::string where = who;
@@ -68,11 +68,11 @@ Cause cause_of(const Stall& stall, int rank) {
     where += " waits in another collective, for " + seconds_of(other.seconds) + ": " + other.what;
     return {where + indented(other.state),
             other.group == stall.mine.group
-                ? "the ranks are not at the same place of the program: one has skipped or repeated "
-                  "a step, a layer or a call"
+                ? "the ranks are at different points of the program: one has skipped or repeated a "
+                  "step, a layer or a call"
                 : "it waits for other ranks in another group, which may wait for this one",
-            "compare what the ranks did last; every rank has to make the same calls of a group in "
-            "the same order"};
+            "compare the last calls of the ranks; every rank must make the same calls of a group "
+            "in the same order"};
   }
   where += " is in no collective";
   if (!other.what.empty())
@@ -80,9 +80,9 @@ Cause cause_of(const Stall& stall, int rank) {
         "; its last began " + seconds_of(other.seconds) + " before it was asked: " + other.what;
   return {
       where + indented(other.state),
-      "it does something of its own, and is slow (loading data, evaluation or a checkpoint on "
-      "one rank; in backward a layer or a hook), or it has left the loop",
-      "look at the lines above; what only one rank does has to be shorter than the timeout, and "
+      "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "
+      "backward a layer or a hook), or it has left the training loop",
+      "check the stack above; work that only one rank does must be shorter than the timeout, and "
       "ranks with fewer batches need join()"};
 }
 
@@ -222,18 +222,16 @@ std::string describe(const Stall& stall) {
                      seconds_of(stall.mine.seconds) + " in: " + stall.mine.what;
   if (!stall.store_answers && stall.processes.empty()) {
     return text +
-           "\n  who:   not known: the store, through which ranks report, does not answer"
-           "\n  why:   the process that keeps it (rank 0 or the launcher) has ended, is stopped, "
-           "or "
-           "is cut off; or the network is"
-           "\n  next:  look whether that process runs and its host can be reached";
+           "\n  who:   unknown: the store, through which ranks report, does not answer"
+           "\n  why:   its process (rank 0 or the launcher) has ended, is stopped or unreachable"
+           "\n  next:  check that this process is running and its host can be reached";
   }
   const auto [late, waiting] = sorted(stall);
   if (late.empty()) {
     return text +
-           "\n  who:   nobody is late: all ranks wait in this collective"
+           "\n  who:   no rank is late: all ranks wait in this collective"
            "\n  why:   the network is slow or broken, or a rank is slow to compute its part"
-           "\n  next:  look at the load of the hosts and at their network" +
+           "\n  next:  check the load of the hosts and their network" +
            indented(stall.mine.state);
   }
   const std::string note = stall.note.empty() ? stall.note : "\n  (" + stall.note.substr(2) + ")";
@@ -249,8 +247,8 @@ std::string describe(const Stall& stall) {
     text += "\n  why:   " + cause.why + "\n  next:  " + cause.next;
   }
   if (stall.seconds_left >= 0)
-    text += "\n  The ranks that wait give up in " + seconds_of(stall.seconds_left) +
-            ", at the timeout of the group.";
+    text += "\n  The waiting ranks fail in " + seconds_of(stall.seconds_left) +
+            ", at the group's timeout.";
   return text + note;
 }
 

@@ -91,7 +91,7 @@ int64_t StoreThread::losses() const { return losses_; }
 
 StorePtr StoreClient::view() {
   const StorePtr given = given_.lock();
-  if (!given) throw Error("the store is gone");
+  if (!given) throw Error("the store was destroyed");
   if (view_ && losses_ == thread_->losses()) return view_;
   StorePtr view = thread_->connected(given);
   losses_ = thread_->losses();

@@ -112,7 +112,7 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
     list += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
   if (same) return {};
-  return "; ranks count within the group, which is made of ranks " + list + " of the job";
+  return "; these are ranks within the group, which consists of ranks " + list + " of the job";
 }
 
 Position WatchedGroup::position(bool in_hook) {
@@ -293,8 +293,8 @@ void require_own_process(const c10d::ProcessGroup& group) {
       return;
   }
   throw Error(
-      "this process was forked from the one that made the communicator, and is no rank of it: make "
-      "process groups and wrappers after the fork");
+      "this process was forked from the process that created the communicator, so it is not a rank "
+      "of it: create process groups and wrappers after the fork");
 }
 
 }  // namespace apex::parallel

@@ -90,7 +90,7 @@ void train() {
 
 /// Both ranks' float32 gradients are 3e38: their sum overflows, so the average is finite only if it
 /// is taken while summing. (float16 is summed, then divided: Note [Averages in low precision].)
-void average_on_the_wire() {
+void average_by_nccl() {
   const auto group = join();
   constexpr float kLarge = 3e38F;
   for (const bool average : {true, false}) {
@@ -148,7 +148,7 @@ void unused_on_one_rank() {
 }
 
 const apex::testing::Scenario kTrain("cuda_train", train);
-const apex::testing::Scenario kAverage("cuda_average_on_the_wire", average_on_the_wire);
+const apex::testing::Scenario kAverage("cuda_average_by_nccl", average_by_nccl);
 const apex::testing::Scenario kUnused("cuda_unused_on_one_rank", unused_on_one_rank);
 
 }  // namespace
@@ -177,9 +177,9 @@ INSTANTIATE_TEST_SUITE_P(Table, NcclReducer,
                          ::testing::Values(std::tuple(2, false, false), std::tuple(2, true, false),
                                            std::tuple(2, false, true), std::tuple(3, true, false)));
 
-TEST(NcclReducerAverage, Float16SumOverflows_AverageIsTakenOnTheWire) {
+TEST(NcclReducerAverage, Float16SumOverflows_NcclComputesTheAverage) {
   APEX_REQUIRE_GPU();
-  EXPECT_EQ(run_on_one_gpu("cuda_average_on_the_wire", 2), "");
+  EXPECT_EQ(run_on_one_gpu("cuda_average_by_nccl", 2), "");
 }
 
 TEST(NcclReducerUsage, ParameterUnusedOnOneRank_IsAveragedWithZeros) {

@@ -170,7 +170,8 @@ void bad_files() {
   const std::string nowhere = (folder / "no" / "run.ckpt").string();
   expect(error_of([&] { run.checkpoint.save(nowhere, 8); }), nowhere, "No such file or directory");
   expect(error_of([&] { run.checkpoint.load(nowhere); }), nowhere, "No such file or directory");
-  expect(error_of([&] { run.checkpoint.load(folder.string()); }), folder.string(), "not a file");
+  expect(error_of([&] { run.checkpoint.load(folder.string()); }), folder.string(),
+         "not a regular file");
 
   // A path that is not a file is left alone, and opening it does not block; a link stays a link.
   const std::string fifo = (folder / "fifo").string(), link = (folder / "link").string();
@@ -180,8 +181,8 @@ void bad_files() {
     fs::permissions(path, fs::perms::owner_read | fs::perms::owner_write);
   }
   apex::distributed::barrier();
-  expect(error_of([&] { run.checkpoint.load(fifo); }), fifo, "not a file");
-  expect(error_of([&] { run.checkpoint.save(fifo, 8); }), fifo, "not a file");
+  expect(error_of([&] { run.checkpoint.load(fifo); }), fifo, "not a regular file");
+  expect(error_of([&] { run.checkpoint.save(fifo, 8); }), fifo, "not a regular file");
   require(fs::is_fifo(fifo), "the fifo was replaced");
   run.checkpoint.save(link, 8);
   require(fs::is_symlink(link), "the link was replaced");
@@ -196,22 +197,22 @@ void bad_files() {
   Checkpoint with(run.model);
   if (first) with.sampler(run.sampler);
   expect(error_of([&] { with.save(uneven, 1); }), "save()",
-         "rank 1 gives no sampler, and rank 0 does");
+         "rank 1 has no sampler, but rank 0 does");
   Checkpoint scaled(run.model), stepped(run.model);
   apex::amp::LossScaler scaler;
   if (!first) scaled.scaler(scaler);
   expect(error_of([&] { scaled.save(uneven, 1); }), "save()",
-         "rank 1 gives a scaler, and rank 0 does not; give one on every rank or on none");
+         "rank 1 has a scaler, but rank 0 does not; pass one on every rank or on none");
   if (!first) stepped.optimizer(run.optimizer);
   expect(error_of([&] { stepped.save(uneven, 1); }), "save()",
-         "rank 1 gives 1 optimizers, and rank 0 0; give the same on every rank");
+         "rank 1 has 1 optimizers, but rank 0 has 0; pass the same number on every rank");
   const auto save_or_load = [&] {
     first ? Checkpoint(run.model).save(uneven, 1) : void(Checkpoint(run.model).load(path));
   };
-  expect(error_of(save_or_load), "Checkpoint", "rank 1 is in load(), and rank 0 in save()");
+  expect(error_of(save_or_load), "Checkpoint", "rank 1 is in load(), but rank 0 in save()");
   require(!fs::exists(uneven), "it was written");
-  expect(error_of([&] { scaled.load(path); }), "load()", "rank 1 gives a scaler");
-  expect(error_of([&] { scaled.resume(uneven); }), "load()", "rank 1 gives a scaler");
+  expect(error_of([&] { scaled.load(path); }), "load()", "rank 1 has a scaler");
+  expect(error_of([&] { scaled.resume(uneven); }), "load()", "rank 1 has a scaler");
 
   // A truncated file, an empty one, and another kind of file.
   for (const auto size : {fs::file_size(path) / 2, uintmax_t{0}}) {
@@ -220,7 +221,7 @@ void bad_files() {
       fs::copy_file(path, part);
       fs::resize_file(part, size);
     }
-    expect(error_of([&] { run.checkpoint.load(part); }), part, "truncated, or no checkpoint");
+    expect(error_of([&] { run.checkpoint.load(part); }), part, "truncated, or is not a checkpoint");
   }
   const std::string foreign = (folder / "net.pt").string();
   if (first) torch::save(run.model, foreign);
@@ -233,7 +234,7 @@ void bad_files() {
   const std::string other = (folder / "wide.ckpt").string();
   Checkpoint(wide).optimizer(optimizer).save(other, 0);
   expect(error_of([&] { Checkpoint(run.model).optimizer(run.optimizer).load(other); }), other,
-         "'fc1.weight' has shape [8, 4] and dtype Float in the model, and shape [9, 4] and dtype "
+         "'fc1.weight' has shape [8, 4] and dtype Float in the model, but shape [9, 4] and dtype "
          "Float in the file");
   Net doubles;
   doubles->to(at::kDouble);
@@ -252,10 +253,10 @@ void bad_files() {
   for (torch::optim::Optimizer* const wrong :
        std::initializer_list<torch::optim::Optimizer*>{&sgd, &larc, &groups}) {
     expect(error_of([&] { Checkpoint(run.model).optimizer(*wrong).load(kinds); }), kinds,
-           std::string("its optimizer0 is torch::optim::Adam of 4 parameters, and that of this "
-                       "program is torch::optim::") +
+           std::string("its optimizer0 is torch::optim::Adam of 4 parameters, but in this "
+                       "program it is torch::optim::") +
                (wrong == &groups ? "Adam of 2 and 2" : "SGD of 4") +
-               " parameters: give the optimizers that were saved");
+               " parameters: pass the saved optimizers");
   }
   require(sgd.state().empty() && groups.state().empty(), "the state was loaded in part");
   Checkpoint(run.model).optimizer(larc).save(kinds, 3);
@@ -276,7 +277,7 @@ void bad_files() {
     Checkpoint(run.model).sampler(run.sampler).process_group(alone).save(other, 0);
   }
   expect(error_of([&] { Checkpoint(run.model).sampler(run.sampler).load(other); }), other,
-         "those of 1 ranks, and there are 2");
+         "the samplers of 1 ranks, but this job has 2");
   apex::distributed::destroy_process_group();
 }
 

@@ -150,7 +150,7 @@ void check_tensor_collectives(const Group& group) {
       } catch (const InvalidArgument& error) {
         text = error.what();
       }
-      require(text.find("there are SUM, PRODUCT, MIN and MAX of uint8") != std::string::npos &&
+      require(text.find("supported are SUM, PRODUCT, MIN and MAX of uint8") != std::string::npos &&
                   text.find(c10::toString(dtype)) != std::string::npos,
               "not refused, or by another message: " + text);
     }
@@ -286,9 +286,9 @@ const Scenario kTwice("twice", [] {
     dist::init_process_group("gloo", nowhere);  // fails immediately, not after half an hour
     require(false, "a file in no folder was taken");
   } catch (const CommunicationError& error) {
-    require(
-        std::string(error.what()).find("there is no folder '" + path + "/no'") != std::string::npos,
-        error.what());
+    require(std::string(error.what()).find("there is no directory '" + path + "/no'") !=
+                std::string::npos,
+            error.what());
   }
   nowhere.init_method("file:///proc/apex").timeout(std::chrono::seconds(5));
   try {
@@ -536,7 +536,7 @@ TEST(ProcessGroup, Master_Unreachable_FailsWithinTheTimeout) {
 TEST(ProcessGroup, Ranks_NotAllStarted_FailsWithinTheTimeout) {
   auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", "2000"}});
   specs.pop_back();
-  EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"rank 0 of 2", "not every rank arrived"}));
+  EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"rank 0 of 2", "not every rank joined"}));
 }
 
 TEST(ProcessGroup, Port_InUse_MessageSaysSo) {
@@ -555,7 +555,7 @@ TEST(ProcessGroup, WorldSize_DiffersBetweenRanks_IsFound) {
   int told = 0;
   for (const ProcessResult& result : results) {
     EXPECT_TRUE(failed_with(result, {}));
-    told += result.output.find("has to be the same on every rank") != std::string::npos;
+    told += result.output.find("set the same WORLD_SIZE on every rank") != std::string::npos;
   }
   EXPECT_EQ(told, 1);
 }
@@ -567,7 +567,7 @@ TEST(ProcessGroup, Rank_TakenTwice_IsFound) {
   int told = 0;
   for (const ProcessResult& result : results) {
     EXPECT_TRUE(failed_with(result, {}));
-    told += result.output.find("has the same rank") != std::string::npos;
+    told += result.output.find("has already joined with this rank") != std::string::npos;
   }
   EXPECT_EQ(told, 1);
 }

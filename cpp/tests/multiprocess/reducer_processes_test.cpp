@@ -169,7 +169,7 @@ const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
 
 /// Gradients that are sent as bfloat16 and summed in float32 are rounded once, with the same result
 /// on every rank.
-void narrow_wire() {
+void low_precision_hook() {
   const auto group = apex::distributed::init_process_group("gloo");
   const int rank = group->getRank();
   const int world = group->getSize();
@@ -330,9 +330,9 @@ void hook_fails_on_one_rank() {
       hook->fails = false;
       loss_of(model, reducer, 3).backward();
     } else {
-      says("start again with a new process group");
+      says("restart with a new process group");
       const std::string next = error_of_backward(loss_of(model, reducer, 3));
-      require(next.find("start again with a new process group") != std::string::npos, next);
+      require(next.find("restart with a new process group") != std::string::npos, next);
     }
   }
   // All processes are alive and continue.
@@ -380,7 +380,7 @@ void several_notified() {
 }
 
 const apex::testing::Scenario kSeveralNotified("several_notified_reducers", several_notified);
-const apex::testing::Scenario kNarrowWire("reducer_narrow_wire", narrow_wire);
+const apex::testing::Scenario kLowPrecisionHook("reducer_low_precision_hook", low_precision_hook);
 
 /// Nothing is sent in between, so a rank may destroy the reducer while others still connect.
 void connect_and_drop() {
@@ -550,8 +550,8 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerProcesses,
                          ::testing::Values(std::tuple(2, false, false), std::tuple(3, false, false),
                                            std::tuple(2, true, false), std::tuple(2, false, true)));
 
-TEST(ReducerProcessesWire, NarrowSummedInFloat32_Gradients_AreRoundedOnce) {
-  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_narrow_wire", 3))), "");
+TEST(ReducerProcessesHook, LowPrecisionSummedInFloat32_Gradients_AreRoundedOnce) {
+  EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_low_precision_hook", 3))), "");
 }
 
 TEST(NotifiedReducerProcesses, SeveralOfOneGroup_AnotherOrderOnEachRank_AreNotMixedUp) {

@@ -934,8 +934,8 @@ TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
     }
     return "";
   };
-  EXPECT_EQ(form_error(two.whole, 0), "is several tensors, and was recorded as one");
-  EXPECT_EQ(form_error(at::zeros({2, 2}), 1), "is one tensor, and was recorded as several");
+  EXPECT_EQ(form_error(two.whole, 0), "is several tensors, but was recorded as one");
+  EXPECT_EQ(form_error(at::zeros({2, 2}), 1), "is one tensor, but was recorded as several");
   EXPECT_EQ(form_error(at::zeros({2, 2}), 0), "");
   two.whole.mutable_grad() = at::Tensor();
 }

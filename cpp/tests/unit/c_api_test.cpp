@@ -151,10 +151,11 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   const apex_tensor good{values, 1, two, nullptr, APEX_FLOAT32, -1};
   apex_tensor bad = good;
   bad.data = nullptr;
-  refused(apex_all_reduce(group_, &bad, APEX_SUM), "are NULL");
+  refused(apex_all_reduce(group_, &bad, APEX_SUM), "pointer of a tensor is NULL");
   refused(apex_all_reduce(group_, nullptr, APEX_SUM), "tensor is NULL");
   refused(apex_all_reduce(nullptr, &good, APEX_SUM), "group is NULL");
-  refused(apex_all_reduce(group_, &good, static_cast<apex_reduce_op>(9)), "no operation 9");
+  refused(apex_all_reduce(group_, &good, static_cast<apex_reduce_op>(9)),
+          "unknown reduction operation 9");
   bad = good;
   bad.sizes = negative;
   refused(apex_broadcast(group_, &bad, 0), "negative size -2");
@@ -163,7 +164,7 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   refused(apex_broadcast(group_, &bad, 0), "negative stride");
   bad = good;
   bad.dtype = static_cast<apex_dtype>(99);
-  refused(apex_broadcast(group_, &bad, 0), "no dtype 99");
+  refused(apex_broadcast(group_, &bad, 0), "unknown dtype 99");
   bad = good;
   bad.device = -2;
   refused(apex_broadcast(group_, &bad, 0), "device of a tensor is -2");
@@ -177,10 +178,10 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
                           +[](apex_group* group, const apex_tensor* tensor) {
                             return apex_broadcast(group, tensor, 0);
                           }}) {
-    refused(call(group_, &bad), "the device of a tensor is 100; -1 is the CPU, and CUDA devices");
+    refused(call(group_, &bad), "the device of a tensor is 100; it must be -1 (the CPU)");
     EXPECT_LT(std::string(apex_last_error()).size(), 150u) << apex_last_error();
   }
-  refused(apex_broadcast(group_, &good, 3), "no rank 3");
+  refused(apex_broadcast(group_, &good, 3), "root rank 3 is not in the group");
   // Hazard: an overflowed size looks like a small tensor, and memory past its end is written.
   const int64_t most = std::numeric_limits<int64_t>::max();
   const int64_t huge[][2] = {
@@ -200,7 +201,7 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   EXPECT_EQ(reducer, nullptr);
   ASSERT_EQ(apex_reducer_create(group_, &good, &good, 1, 0, &reducer), APEX_OK);
   refused(apex_reducer_prepare_forward(reducer), "apex_reducer_create_torch()");
-  refused(apex_reducer_gradient_ready(reducer, 1), "no gradient 1");
+  refused(apex_reducer_gradient_ready(reducer, 1), "gradient 1 does not exist");
   refused(apex_reducer_set_weight(reducer, 1), "the reducer is not weighted");
   refused(apex_reducer_set_weight(nullptr, 1), "reducer is NULL");
   apex_reducer_destroy(reducer);

@@ -153,7 +153,8 @@ TEST(Collectives, GroupOfSomeRanks_ErrorNamesTheRanksOfTheJob) {
   set_global_ranks(groups, {0, 1});
   EXPECT_EQ(note_on_ranks(*groups[0]), "");
   set_global_ranks(groups, {4, 7});
-  const std::string note = "; ranks count within the group, which is made of ranks 4, 7 of the job";
+  const std::string note =
+      "; these are ranks within the group, which consists of ranks 4, 7 of the job";
   EXPECT_EQ(note_on_ranks(*groups[0]), note);
   const std::string text =
       communication_error([&] { throw_communication_error("x", *groups[0], cable()); });

@@ -248,9 +248,7 @@ TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesIt
           step();
         } catch (const RankMismatch& error) {
           EXPECT_NE(std::string(error.what())
-                        .find("rank 2 holds another state than the other "
-                              "ranks: " +
-                              what),
+                        .find("rank 2 holds a different state than the other ranks: " + what),
                     std::string::npos)
               << error.what();
           return;

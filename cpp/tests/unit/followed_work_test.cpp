@@ -153,7 +153,7 @@ TEST_F(FollowedWork, AnotherProcessEnds_CommunicatorIsAbortedAndTheRankIsNamed) 
   child_.become_zombie();
   EXPECT_TRUE(is_aborted_soon());
   const std::string said = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(said.find("rank 1 of 3: all-reduce does not end; rank 2 has ended (process " +
+  EXPECT_NE(said.find("rank 1 of 3: all-reduce does not complete; rank 2 has ended (process " +
                       std::to_string(child_.name().pid) + ")"),
             std::string::npos)
       << said;
@@ -399,7 +399,7 @@ TEST_F(FollowedWork, AbortThrowsWhatIsNoException_IsSaid) {
   launch();
   for (const int rank : {0, 2}) announce_failure(*groups_[rank], "all-reduce");
   ASSERT_TRUE(comes_true([&] { return said.texts().size() == 2; }));
-  EXPECT_NE(said.texts()[0].find("all-reduce does not end"), std::string::npos);
+  EXPECT_NE(said.texts()[0].find("all-reduce does not complete"), std::string::npos);
   EXPECT_EQ(said.texts()[1], "the communicator could not be aborted: unknown error");
 }
 

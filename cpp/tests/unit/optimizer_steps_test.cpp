@@ -294,9 +294,10 @@ TEST(OptimizerStepsCpp, OptimizersOfThisLibraryWithoutEffect_SecondStep_IsReport
     program.learning_rate = 0;
     SCOPED_TRACE(program.describe());
     for (const Outcome& outcome : run(program, 1)) {
-      EXPECT_NE(outcome.error.find("rank 1 stepped an optimizer twice without a backward between, "
-                                   "rank 0 did not"),
-                std::string::npos)
+      EXPECT_NE(
+          outcome.error.find("rank 1 stepped an optimizer twice without a backward in between, "
+                             "rank 0 did not"),
+          std::string::npos)
           << outcome.error;
     }
   }

@@ -111,7 +111,7 @@ TEST(OverlappedOptimizerCpp, SecondOneOfAReducer_Throws_UntilTheFirstIsGone) {
         OverlappedOptimizer second(sgd, model.reducer());
         ADD_FAILURE() << "it was not refused";
       } catch (const InvalidArgument& error) {
-        EXPECT_NE(std::string(error.what()).find("has an OverlappedOptimizer already"),
+        EXPECT_NE(std::string(error.what()).find("already has an OverlappedOptimizer"),
                   std::string::npos);
       }
       EXPECT_TRUE(model.reducer().deferred());

@@ -230,7 +230,7 @@ TEST(Backends, Unknown_MessageNamesIt) {
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:mpi"); }), {"\"mpi\""}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("xpu:gloo"); }), {"xpu:gloo"}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:nccl"); }), {"CPU"}));
-  EXPECT_TRUE(mentions(message_of([] { parse_backend("cuda:apex"); }), {"CPU tensors only"}));
+  EXPECT_TRUE(mentions(message_of([] { parse_backend("cuda:apex"); }), {"only CPU tensors"}));
   EXPECT_TRUE(mentions(message_of([] { parse_backend("cpu:gloo,cpu:gloo"); }), {"twice"}));
 }
 

@@ -63,13 +63,13 @@ TEST_P(ReducerException, OneRankThrows_EveryRankThrows_AndTheNextStepIsRight) {
   ReducerOptions options;
   options.limits.cap = cap;
   options.gradient_as_bucket_view = views;
-  for (const bool learning : {true, false}) {
+  for (const bool recording : {true, false}) {
     for (const bool clears_to_zero : {true, false}) {
       run_ranks(kWorld, [&, place = place, hooked = hooked](int rank, const Group& group) {
         ToyModel model = ToyModel::mlp(kWidths, 1);
         Reducer reducer(model.parameters, {group}, options);
         if (hooked) reducer.set_comm_hook(make_compress_hook(reducer.communicator(), at::kHalf));
-        const int fails_in = learning ? 0 : 2;
+        const int fails_in = recording ? 0 : 2;
         bool fail = false;
         model[place.parameter].register_hook([&](const at::Tensor&) -> void {
           if (fail) throw std::runtime_error("user error");
@@ -183,7 +183,7 @@ TEST(ReducerException, BehindTheLastGradient_EveryRankThrows_AndTheNextStepIsRig
 
 /// The first layer's gradient comes last: everything has been sent when its hook throws.
 TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) {
-  for (const bool relearn : {true, false}) {
+  for (const bool rebuild : {true, false}) {
     run_ranks(kWorld, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp(kWidths, 1);
       Reducer reducer(model.parameters, {group});
@@ -197,7 +197,7 @@ TEST(ReducerException, EveryRankThrowsLast_ThenThePlanIsLeft_NextStepsAreRight) 
           if (fail) throw std::runtime_error("user error");
         });
         thrown_by([&] { forward(reducer, model, x).square().mean().backward(); });
-        if (number == 2 && relearn) reducer.relearn();
+        if (number == 2 && rebuild) reducer.rebuild_buckets();
         if (number > 2) expect_average(model, number, "afterwards");
       }
     });
@@ -253,7 +253,7 @@ TEST(ReducerOutOfStep, EachWayToGetThere_ThrowsInThatStepOnEveryRank_NamingRankA
          reducer.set_synchronizing(true);
          model.sgd_step(0.1);
        }},
-      {"rank 1 stepped an optimizer twice without a backward between",
+      {"rank 1 stepped an optimizer twice without a backward in between",
        [](Reducer&, ToyModel& model, int) { Reducer::optimizer_stepped(tensors_of(model), 1); }},
   };
   for (const Misstep& misstep : missteps) {
@@ -354,7 +354,7 @@ TEST(ReducerLeavesPlan, OneRankOnly_EveryRankThrowsNamingIt_AndAllCanGoOn) {
     std::function<void(Reducer&)> act;
   };
   const Way ways[] = {
-      {"relearn()", [](Reducer& reducer) { reducer.relearn(); }},
+      {"rebuild_buckets()", [](Reducer& reducer) { reducer.rebuild_buckets(); }},
       {"another communication hook",
        [](Reducer& reducer) {
          reducer.set_comm_hook(make_compress_hook(reducer.communicator(), at::kHalf));
@@ -373,7 +373,7 @@ TEST(ReducerLeavesPlan, OneRankOnly_EveryRankThrowsNamingIt_AndAllCanGoOn) {
       model.zero_grad();
       if (rank == 1) way.act(reducer);
       const std::string error = thrown_by([&] { step(reducer, model, rank, 2); });
-      EXPECT_NE(error.find("rank 1 asked for a new bucket plan"), std::string::npos) << error;
+      EXPECT_NE(error.find("rank 1 requested a new bucket plan"), std::string::npos) << error;
       EXPECT_NE(error.find(way.said), std::string::npos) << error;
       // Recovers when the other ranks do the same.
       if (rank != 1) way.act(reducer);
@@ -395,11 +395,11 @@ TEST(ReducerLeavesPlan, EveryRank_NextBackward_IsRightByTheNewPlan) {
     Reducer reducer(model.parameters, {group});
     for (int number = 0; number < 6; ++number) {
       model.zero_grad();
-      if (number % 2 == 1) reducer.relearn();
+      if (number % 2 == 1) reducer.rebuild_buckets();
       step(reducer, model, rank, number);
-      expect_average(model, number, "relearn() on every rank");
+      expect_average(model, number, "rebuild_buckets() on every rank");
     }
-    EXPECT_EQ(reducer.statistics().plans_learnt, 4);
+    EXPECT_EQ(reducer.statistics().plans_recorded, 4);
   });
 }
 
@@ -447,7 +447,7 @@ TEST(ReducerException, CommunicationHookThatThrowsOnOneRank_EveryRankThrows_NowA
     EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 1); }), "");
     throws = false;
     // The messages that the ranks' hooks have sent do not match any more.
-    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("start again"),
+    EXPECT_NE(thrown_by([&] { step(reducer, model, rank, 2); }).find("restart with"),
               std::string::npos);
   });
 }

@@ -121,7 +121,8 @@ TEST_P(ReducerDefer, NextBackwardWithoutWaiting_CompletesTheLastAndThrowsNamingA
       backward(*deferred.reducer, deferred.model, batch(rank, 8));
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("without waiting"), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("before its last update was complete"),
+                std::string::npos)
           << error.what();
       EXPECT_NE(std::string(error.what()).find("'fc"), std::string::npos) << error.what();
     }
@@ -142,7 +143,7 @@ TEST_P(ReducerDefer, PlanHookOrCallbackChanged_WaitsFirst) {
       backward(*deferred.reducer, deferred.model, batch(rank, what));
       EXPECT_EQ(deferred.reducer->in_flight().empty(), what > 1) << what;  // a new plan is recorded
       if (what == 0) deferred.reducer->buffers();
-      if (what == 1) deferred.reducer->relearn();
+      if (what == 1) deferred.reducer->rebuild_buckets();
       if (what == 2) deferred.reducer->set_comm_hook(nullptr);
       if (what == 3) deferred.reducer->set_deferred(false);
       EXPECT_TRUE(deferred.reducer->in_flight().empty()) << what;
@@ -229,11 +230,11 @@ TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForwar
       given.buckets = {{7, 6}, {5, 4}, {1, 0}};
       deferred.reducer->set_plan(given);
     }
-    std::vector<std::vector<int64_t>> learnt;
+    std::vector<std::vector<int64_t>> recorded;
     for (int step = 0; step <= order_at + 1; ++step) {
       model.zero_grad();
       const uint64_t first = control->issued(rank);
-      const size_t buckets = learnt.size();
+      const size_t buckets = recorded.size();
       if (step == order_at) {
         // All but the first arrive after backward, when rank 0, which records, waits for the first.
         for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
@@ -251,21 +252,21 @@ TEST_P(ReducerDeferOrder, BucketsThatArriveLate_AreSentInTheOrderOfTheNextForwar
         backward(*deferred.reducer, model, batch(rank, step));
       }
       deferred.reducer->wait();
-      if (step == plan_at) learnt = deferred.reducer->plan()->buckets;
+      if (step == plan_at) recorded = deferred.reducer->plan()->buckets;
     }
     EXPECT_EQ(deferred.reducer->statistics().plans_extended, is_extended ? 1 : 0);
     const auto plan = deferred.reducer->plan()->buckets;
-    ASSERT_GT(learnt.size(), 3u);
+    ASSERT_GT(recorded.size(), 3u);
     // Arrived buckets and the one in flight keep their place; at most those two, if the first was
     // in time.
     size_t stay = 0;
-    while (stay < plan.size() && plan[stay] == learnt[stay]) ++stay;
+    while (stay < plan.size() && plan[stay] == recorded[stay]) ++stay;
     EXPECT_GE(stay, 1u);
     EXPECT_LE(stay, 2u);
-    std::vector<std::vector<int64_t>> rest(learnt.begin() + stay, learnt.end());
+    std::vector<std::vector<int64_t>> rest(recorded.begin() + stay, recorded.end());
     std::reverse(rest.begin(), rest.end());
     EXPECT_EQ(std::vector<std::vector<int64_t>>(plan.begin() + stay, plan.end()), rest);
-    EXPECT_EQ(plan[stay], learnt.back()) << "the first layer does not come first";
+    EXPECT_EQ(plan[stay], recorded.back()) << "the first layer does not come first";
     deferred.reducer->set_deferred(false);
   });
 }

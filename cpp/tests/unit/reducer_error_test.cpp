@@ -110,8 +110,7 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
       change(options);
       return message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {group}, options); });
     };
-    expect_contains(construct([](auto& o) { o.limits.first_cap = 1; }),
-                    "goes with one for the others");
+    expect_contains(construct([](auto& o) { o.limits.first_cap = 1; }), "also needs limits.cap");
     expect_contains(construct([](auto& o) { o.limits.cap = -3; }), "must be positive, got -3");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = 0; }), "predivide");
     expect_contains(construct([](auto& o) { o.gradient_predivide_factor = NAN; }), "predivide");
@@ -131,7 +130,7 @@ TEST(ReducerConstruction, BadOptions_Construct_ThrowsInvalidArgument) {
                     "at least one process group");
     expect_contains(
         message_of<InvalidArgument>([&] { Reducer reducer({{"p", p}}, {group, nullptr}); }),
-        "a process group that is null");
+        "a process group of the reducer is null");
     expect_contains(
         message_of<InvalidArgument>([&] { Reducer reducer({{"p", at::Tensor()}}, {group}); }),
         "'p' is undefined");

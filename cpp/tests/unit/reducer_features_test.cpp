@@ -180,7 +180,7 @@ TEST(ReducerCheckSteps, RankThatSteppedTwice_ThrowsOnEveryRank) {
     model.zero_grad();
     expect_throws<Error>(
         [&] { backward(reducer, model, random_batch(4, 4, 1)); },
-        "rank 1 stepped an optimizer twice without a backward between, rank 0, rank 2 did not");
+        "rank 1 stepped an optimizer twice without a backward in between, rank 0, rank 2 did not");
   });
 }
 
@@ -196,7 +196,7 @@ TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
     reducer.release();
     reducer.release();
     EXPECT_EQ(group.use_count(), before);  // although the graph of `kept` holds the reducer
-    expect_throws<Error>([&] { kept.sum().backward(); }, "let go of its process groups");
+    expect_throws<Error>([&] { kept.sum().backward(); }, "released its process groups");
     reducer.prepare_for_forward();
     EXPECT_FALSE(reducer.plan().has_value());
   });
@@ -288,7 +288,8 @@ TEST(ReducerSetPlan, ParameterThatIsNotThereOrTwice_IsRefused) {
       plan.buckets = buckets;
       expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
                                      "a bucket plan names parameter " +
-                                         std::to_string(buckets.back().back()) + ", which is not");
+                                         std::to_string(buckets.back().back()) +
+                                         " twice, or it is not");
     }
   });
 }
@@ -301,7 +302,7 @@ TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
     BucketPlan plan;
     plan.buckets = {{0, 1}};
     expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
-                                   "'a' and 'b' together, which differ in dtype");
+                                   "'a' and 'b' into one bucket, but they differ in dtype");
   });
 }
 
@@ -396,7 +397,7 @@ TEST(ReducerJoin, ActiveRanksThatDoDifferentThings_ThrowsRankMismatchOnAll) {
       if (rank == 2) return reducer.await_event();
       return reducer.announce(rank == 0 ? JoinEvent::kForward : JoinEvent::kCustom, 5);
     };
-    expect_throws<RankMismatch>(say, "do different things at the same time");
+    expect_throws<RankMismatch>(say, "are in different calls");
     reducer.end_join();
   });
 }
@@ -443,7 +444,7 @@ TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
 }
 
 /// float16 and bfloat16 have the same width, and float16 cannot represent large bfloat16 values.
-TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
+TEST(ReducerCommHook, GradientsOfTheCommunicationDtype_AreSentUnchanged) {
   run_ranks(2, [](int, const Group& group) {
     const at::Tensor p = at::ones({4}, at::kBFloat16).requires_grad_();
     Reducer reducer({{"p", p}}, {group});
@@ -454,10 +455,10 @@ TEST(ReducerCommHook, GradientsAsNarrowAsTheWire_AreSentAsTheyAre) {
   });
 }
 
-TEST(ReducerCommHook, WiresOfOtherDtypes_AreRefused) {
+TEST(ReducerCommHook, OtherDtypes_AreRefused) {
   run_ranks(1, [](int, const Group& group) {
     expect_throws<InvalidArgument>([&] { make_compress_hook(group, at::kFloat); },
-                                   "float16 or bfloat16, not as Float");
+                                   "float16 or bfloat16, got Float");
     expect_throws<InvalidArgument>([&] { make_fp32_accumulate_hook({}, at::kHalf); },
                                    "needs a process group");
   });

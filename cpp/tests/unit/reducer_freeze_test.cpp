@@ -156,23 +156,23 @@ TEST_P(ReducerFreeze, InTheFirstBackward_EveryRankThrows_AndAllCanGoOn) {
 }
 
 /// The plan is discarded for another reason while ranks differ in what they train.
-TEST_P(ReducerFreeze, RelearntAndFrozenAlike_NextBackwards_AreRight) {
+TEST_P(ReducerFreeze, RebuiltAndFrozenAlike_NextBackwards_AreRight) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
     Reducer reducer(model.parameters, {group}, options());
     for (int step = 0; step < 12; ++step) {
       model.zero_grad();
-      if (step % 5 == 3) reducer.relearn();  // also with two stored plans
+      if (step % 5 == 3) reducer.rebuild_buckets();  // also with two stored plans
       freeze(model, step % 4 < 2 ? Frozen{} : Frozen{0, 1});
       reducer.prepare_for_forward();
       const at::Tensor y = model.forward(batch(rank, step));
       reducer.watch_outputs({y});
       const bool alone = step == 7 && rank == 1;  // in the middle of a periodic pattern
-      if (alone) reducer.relearn();
+      if (alone) reducer.rebuild_buckets();
       const std::string error = thrown_by([&] { y.square().mean().backward(); });
-      EXPECT_EQ(error.find("rank 1 asked for a new bucket plan") != std::string::npos, step == 7)
+      EXPECT_EQ(error.find("rank 1 requested a new bucket plan") != std::string::npos, step == 7)
           << error;
-      if (step == 7 && rank != 1) reducer.relearn();
+      if (step == 7 && rank != 1) reducer.rebuild_buckets();
       if (step == 7) continue;
       ToyModel reference = ToyModel::mlp({4, 6, 6, 2}, 1).clone(at::kDouble);
       for (int r = 0; r < kWorld; ++r) {
@@ -202,7 +202,7 @@ TEST_P(ReducerFreeze, EveryRankFreezesAlike_LaterBackwards_OverlapWithOneMorePla
       reducer.watch_outputs({y});
       y.square().mean().backward();
       const auto after = reducer.statistics();
-      EXPECT_EQ(after.plans_learnt, step < 2 ? 1 : 2) << step;
+      EXPECT_EQ(after.plans_recorded, step < 2 ? 1 : 2) << step;
       const bool steady = step == 1 || step > 2;
       // The last bucket may contain the report.
       if (steady) {
@@ -235,7 +235,7 @@ TEST(ReducerFreezeKind, ParametersOfAnotherDtype_NextBackward_IsRightByANewPlan)
         EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() / 2), step < 2 ? 1e-5 : 1e-12)
             << step << ", " << model.parameters[i].name;
       }
-      EXPECT_EQ(reducer.statistics().plans_learnt, step < 2 ? 1 : 2) << step;
+      EXPECT_EQ(reducer.statistics().plans_recorded, step < 2 ? 1 : 2) << step;
     }
   });
 }
@@ -258,7 +258,7 @@ TEST_P(ReducerFreeze, SetsThatComeAgain_HaveTheirPlansAndOverlap) {
       y.square().mean().backward();
       if (step < period.size()) continue;
       const auto after = reducer.statistics();
-      EXPECT_EQ(after.plans_learnt, 3) << step;
+      EXPECT_EQ(after.plans_recorded, 3) << step;
       EXPECT_LE(after.launched_at_end - before.launched_at_end, 1) << step;  // with the report
       EXPECT_EQ(after.gradients_copied - before.gradients_copied + after.reduced_in_place -
                     before.reduced_in_place,
@@ -281,7 +281,7 @@ TEST_P(ReducerFreeze, SetThatDoesNotComeAgain_IsForgotten_AndLearntWhenItDoes) {
       reducer.watch_outputs({y});
       y.square().mean().backward();
     }
-    EXPECT_EQ(reducer.statistics().plans_learnt, 3);
+    EXPECT_EQ(reducer.statistics().plans_recorded, 3);
   });
 }
 

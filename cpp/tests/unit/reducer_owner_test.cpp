@@ -256,16 +256,16 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
 /// sees the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
   // Also if both use one group, whose messages have one order: see Note [Turns].
-  for (const auto& [learning, shares] : std::vector<std::pair<bool, bool>>{
+  for (const auto& [recording, shares] : std::vector<std::pair<bool, bool>>{
            {true, false}, {false, false}, {true, true}, {false, true}}) {
     const auto second = apex::testing::ThreadBackendControl::create(kWorld);
-    run_ranks(kWorld, [&, learning = learning, shares = shares](int rank, const Group& group) {
+    run_ranks(kWorld, [&, recording = recording, shares = shares](int rank, const Group& group) {
       ToyModel front = ToyModel::mlp({4, 6, 4}, 1);
       ToyModel back = ToyModel::mlp({4, 6, 2}, 2);
       Reducer one(front.parameters, {group});
       Reducer two(back.parameters,
                   {shares ? group : apex::testing::make_thread_group(rank, second)});
-      const int fails_in = learning ? 0 : 2;
+      const int fails_in = recording ? 0 : 2;
       bool fail = false;
       back[0].register_hook([&](const at::Tensor&) -> void {
         if (fail) throw std::runtime_error("user error");

@@ -446,7 +446,7 @@ TEST_P(FakeDeviceReducer, BuffersMadeOnAnotherStream_AreKeptForTheStreamThatCall
     training.backward(reducer, 2);
     training.optimizer_step();
     training.model.zero_grad();
-    reducer.relearn();
+    reducer.rebuild_buckets();
   }
   at::ones({4}, on_device());
 }

@@ -93,7 +93,7 @@ TEST_P(ReducerModes, Gradients_SeveralSteps_EqualConcatenatedBatchInFloat64) {
       reference.zero_grad();
     }
     EXPECT_EQ(reducer.statistics().backwards, 4);
-    EXPECT_EQ(reducer.statistics().plans_learnt, 1);
+    EXPECT_EQ(reducer.statistics().plans_recorded, 1);
     if (!mode.delay) {
       // With a single bucket, that bucket carries the report.
       EXPECT_EQ(reducer.statistics().launched_in_backward > 0, reducer.plan()->buckets.size() > 1)
@@ -705,7 +705,7 @@ TEST(Reducer, ParameterFrozenAndThawed_NextForward_LearnsAnew) {
         EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5) << step;
       }
     }
-    EXPECT_EQ(reducer.statistics().plans_learnt, 2);  // the plan of all parameters was kept
+    EXPECT_EQ(reducer.statistics().plans_recorded, 2);  // the plan of all parameters was kept
   });
 }
 

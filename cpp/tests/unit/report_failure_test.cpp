@@ -68,8 +68,8 @@ TEST(ReportFailure, ManyRanksAreSilent_ALookTakesFewRequests) {
 TEST(ReportFailure, RanksSayNothing_AreNamed) {
   const auto texts = reports({make_stored_groups(3, "silent")[0]}, {"a"});
   EXPECT_EQ(texts[0],
-            "; ranks 1, 2 have not reported this failure within 500 ms: stopped, cut off, or never "
-            "came to this collective");
+            "; ranks 1, 2 have not reported this failure within 500 ms: stopped, unreachable, or "
+            "did not reach this collective");
 }
 
 // With proof, no rank is waited for.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -9,7 +10,9 @@
 #include <vector>
 
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -166,6 +169,90 @@ TEST(ShardedOptimizerCpp, Parameters_AreThoseOfThePlainOptimizerBitForBit) {
                                                    false);
   expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), false);
   expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), true);
+}
+
+/// Saved with some ranks, loaded with others. Oracle: the plain optimizer on one rank, which steps
+/// on with the same state, and loads it from the same file.
+template <typename Optim, typename Options>
+void expect_state_of_the_plain_one(const Options& options, bool whole, int saved, int loaded) {
+  Net plain_net = make(0);
+  Optim plain(plain_net->parameters(), options);
+  const auto step_plain = [&](int first, int last) {
+    for (int step = first; step < last; ++step) {
+      plain.zero_grad();
+      backward(plain_net, step);
+      plain.step();
+    }
+  };
+  const auto train = [](auto& optimizer, Net& net, int first, int last) {
+    for (int step = first; step < last; ++step) {
+      optimizer.zero_grad();
+      backward(net, step);
+      optimizer.step();
+    }
+  };
+  const auto named = [](const Net& net) {
+    std::vector<NamedTensor> result;
+    for (const auto& item : net->named_parameters()) result.push_back({item.key(), item.value()});
+    return result;
+  };
+  std::string file;
+  std::vector<at::Tensor> weights;
+  run_ranks(saved, [&](int rank, const Group& group) {
+    Net net = make(rank);
+    ShardedOptimizer<Optim> optimizer(named(net), group, options, {}, whole);
+    train(optimizer, net, 0, 3);
+    EXPECT_THROW(optimizer.whole(saved), InvalidArgument);
+    const std::unique_ptr<Optim> state = optimizer.whole(saved - 1);
+    EXPECT_EQ(state != nullptr, rank == saved - 1);
+    EXPECT_NE(optimizer.whole(-1), nullptr);
+    if (!state) return;
+    std::ostringstream bytes;
+    torch::save(*state, bytes);
+    file = bytes.str();
+    for (const at::Tensor& weight : net->parameters()) weights.push_back(weight.detach().clone());
+  });
+  step_plain(0, 3);
+  {  // A plain optimizer takes the file.
+    Net net = make(1);
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < weights.size(); ++i) net->parameters()[i].copy_(weights[i]);
+    Optim other(net->parameters(), options);
+    std::istringstream bytes(file);
+    torch::load(other, bytes);
+    const at::AutoGradMode grad(true);
+    train(other, net, 3, 5);
+    step_plain(3, 5);
+    for (size_t i = 0; i < weights.size(); ++i)
+      EXPECT_TRUE(net->parameters()[i].equal(plain_net->parameters()[i])) << i << " plain";
+  }
+  run_ranks(loaded, [&](int rank, const Group& group) {
+    Net net = make(2);
+    {
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < weights.size(); ++i) net->parameters()[i].copy_(weights[i]);
+    }
+    ShardedOptimizer<Optim> optimizer(named(net), group, options, {}, whole);
+    auto state = optimizer.plain();
+    std::istringstream bytes(file);
+    torch::load(*state, bytes);
+    optimizer.load(*state);
+    train(optimizer, net, 3, 5);
+    for (size_t i = 0; i < weights.size(); ++i)
+      EXPECT_TRUE(net->parameters()[i].equal(plain_net->parameters()[i])) << i << ' ' << rank;
+  });
+}
+
+TEST(ShardedOptimizerCpp, WholeState_IsThePlainOptimizersForAnyNumberOfRanks) {
+  expect_state_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01).amsgrad(true),
+                                                     false, 3, 2);
+  expect_state_of_the_plain_one<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9),
+                                                   false, 2, 3);
+  expect_state_of_the_plain_one<torch::optim::SGD>(torch::optim::SGDOptions(0.1), false, 2, 1);
+  expect_state_of_the_plain_one<torch::optim::RMSprop>(torch::optim::RMSpropOptions(0.01), true, 1,
+                                                       3);
+  expect_state_of_the_plain_one<torch::optim::Adagrad>(torch::optim::AdagradOptions(0.01), false, 2,
+                                                       4);
 }
 
 TEST(ShardedOptimizerCpp, RanksWithOtherParameters_ThrowOnEveryRank) {

@@ -89,7 +89,7 @@ TEST(StallVerdict, GpuWaits_RankWhoseHostHasNotMadeTheCallIsNamed) {
   const std::string text = describe(one);
   expect_has(text, "the GPU of rank 0 of 3 has waited for 12 s in: a");
   expect_has(text, "who:   rank 1 holds it up; rank 2 waits as well");
-  EXPECT_EQ(text.find("give up"), std::string::npos) << text;
+  EXPECT_EQ(text.find("The waiting ranks fail"), std::string::npos) << text;
 }
 
 TEST(StallVerdict, GpuWaitsAndAllHostsHaveMadeTheCall_IsNoStall) {
@@ -158,8 +158,8 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   expect_has(text,
              "rank 2 is in no collective; its last began 12 s before it was asked: b\n      File "
              "\"train.py\"");
-  expect_has(text, "something of its own");
-  expect_has(text, "give up in 20 s");
+  expect_has(text, "its own work");
+  expect_has(text, "The waiting ranks fail in 20 s");
 }
 
 // From an earlier stall, when it was in call 6.
@@ -170,7 +170,7 @@ TEST(StallVerdict, RanksInOtherCalls_AreNotTakenForOnesThatWaitHere) {
   one.others[2].group = "another";
   const std::string text = describe(one);
   expect_has(text, "who:   ranks 1, 2 hold it up\n");
-  expect_has(text, "not at the same place");
+  expect_has(text, "at different points of the program");
   expect_has(text, "in another group");
 }
 
@@ -204,8 +204,9 @@ TEST(StallVerdict, RankThatWaitsInAnotherGroup_IsNotTakenForOneThatWaitsHere) {
 
 TEST(StallVerdict, GroupOfSomeRanks_SaysWhichTheyAre) {
   Stall one = stall();
-  one.note = "; ranks count within the group, which is made of ranks 2, 5, 6 of the job";
-  expect_has(describe(one), "\n  (ranks count within the group, which is made of ranks 2, 5, 6");
+  one.note = "; these are ranks within the group, which consists of ranks 2, 5, 6 of the job";
+  expect_has(describe(one),
+             "\n  (these are ranks within the group, which consists of ranks 2, 5, 6");
 }
 
 TEST(StallVerdict, Signature_IsOfRanksAndPlacesWithoutTimes) {
@@ -235,20 +236,20 @@ TEST(StallVerdict, RankThatHasAnsweredBefore_DoesNotAnswer) {
   expect_has(text, "where: rank 2 is in no collective");
 }
 
-TEST(StallVerdict, AllWait_NobodyIsNamed) {
+TEST(StallVerdict, AllWait_NoRankIsNamed) {
   Stall one = stall();
   one.others[1] = one.others[2] = in_call(7, true);
-  expect_has(describe(one), "nobody is late");
+  expect_has(describe(one), "no rank is late");
 }
 
 TEST(StallVerdict, StoreDoesNotAnswer_SaysSoUnlessAProcessIsKnown) {
   Stall one = stall();
   one.store_answers = false;
-  expect_has(describe(one), "who:   not known: the store");
+  expect_has(describe(one), "who:   unknown: the store");
   one.processes[2] = "has ended (process 5)";
   const std::string text = describe(one);
   expect_has(text, "who:   rank 2 holds it up\n");
-  expect_has(text, "its process is gone");
+  expect_has(text, "its process has ended, but");
 }
 
 TEST(StallVerdict, ManyAreLate_AFewAreDescribed) {

@@ -126,11 +126,11 @@ TEST(StepReport, WeightThatIsMissingNegativeOrInfinite_NamesItsRank_UnlessTheSte
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   std::vector<Row> all = rows(2);
   all[1].report.weight = kNan;
-  expect_contains(refused(all), "rank 1 ran a backward outside of weight(), or gave NaN");
+  expect_contains(refused(all), "rank 1 ran a backward outside weight(), or passed NaN");
   all[1].report.weight = -2;
-  expect_contains(refused(all), "rank 1 gave the weight -2");
+  expect_contains(refused(all), "rank 1 passed the weight -2");
   all[1].report.weight = std::numeric_limits<double>::infinity();
-  expect_contains(refused(all), "rank 1 gave the weight inf");
+  expect_contains(refused(all), "rank 1 passed the weight inf");
   all[0].report.weight = all[1].report.weight = 1.7e308;
   expect_contains(refused(all), "the sum of the weights of all ranks is not finite");
   all[0].report.skips = true;
@@ -148,16 +148,16 @@ TEST(StepReport, WeightOfARankWithoutAGradient_MayBeMissing) {
 
 TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
   std::vector<Row> all = rows(3);
-  all[0].report.left = ReasonToLeave::kRelearn;
-  expect_contains(refused(all), "rank 0 asked for a new bucket plan (relearn())");
+  all[0].report.left = ReasonToLeave::kRebuildBuckets;
+  expect_contains(refused(all), "rank 0 requested a new bucket plan (rebuild_buckets())");
   EXPECT_FALSE(table_of(all).all_left());
   all[1].report.left = ReasonToLeave::kCommHook;
   all[2].report.without_data = true;  // follows the other ranks
   EXPECT_EQ(refused(all), "");
   EXPECT_TRUE(table_of(all).all_left());
-  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
-  all[1].report.left = ReasonToLeave::kRelearn;
-  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRelearn));
+  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
+  all[1].report.left = ReasonToLeave::kRebuildBuckets;
+  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
 }
 
 TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
@@ -191,7 +191,7 @@ TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
   EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
   expect_contains(table_of(all).describe_difference(),
                   "the ranks are out of step: rank 2 stepped an optimizer twice without a "
-                  "backward between, rank 0, rank 1 did not");
+                  "backward in between, rank 0, rank 1 did not");
   for (Row& row : all) row.report.facts.idle_step = true;
   EXPECT_EQ(table_of(all).difference(), Difference::kNone);
   all[2].report.facts.idle_step = false;
@@ -225,8 +225,8 @@ TEST(StepReport, ParametersMovedFurtherOnOneRank_IsADifference_AndDescribed) {
       all[1].report.facts.sample = 5;
       EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
       expect_contains(table_of(all).describe_difference(),
-                      "rank 1 moved the parameters further since the last synchronized backward "
-                      "than rank 0, rank 2, as by a step of an optimizer too many");
+                      "rank 1 changed the parameters by more since the last synchronized backward "
+                      "than rank 0, rank 2, for example by an additional optimizer step");
     }
   }
 }

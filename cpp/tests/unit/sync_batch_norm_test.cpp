@@ -298,7 +298,7 @@ TEST(SyncBatchNormConvert, DerivedClass_IsRefusedByNameAndNothingChanges) {
   model->push_back("scaled", ScaledBatchNorm(4));
   for (const auto& message : {refusal([&] { convert_sync_batch_norm(model); }),
                               refusal([&] { convert_sync_batch_norm(*model); })}) {
-    EXPECT_NE(message.find("'scaled': it is of a class derived"), std::string::npos) << message;
+    EXPECT_NE(message.find("'scaled': its class is derived"), std::string::npos) << message;
   }
   EXPECT_NE(model->ptr(0)->as<torch::nn::BatchNorm2dImpl>(), nullptr);
 }

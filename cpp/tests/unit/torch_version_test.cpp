@@ -45,7 +45,7 @@ TEST(TorchVersion, GroupThatWasReconfigured_RequireSameRanks_ThrowsBothRanksAndT
   EXPECT_NE(message().find("rank 2 of 4: the process group was reconfigured"), std::string::npos)
       << message();
   group->size = 3;
-  EXPECT_NE(message().find("this reducer was made when this was rank 3 of 4"), std::string::npos)
+  EXPECT_NE(message().find("this reducer was created when this was rank 3 of 4"), std::string::npos)
       << message();
   EXPECT_NE(message().find("Construct a new wrapper on every rank"), std::string::npos)
       << message();

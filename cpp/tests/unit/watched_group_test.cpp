@@ -188,7 +188,8 @@ TEST(WatchedGroup, NoteOnRanks_IsAlsoGivenOverNccl) {
                           c10::make_intrusive<Nccl>(0, 2, std::move(ranks), has_options)));
     return note_on_ranks(*group);
   };
-  EXPECT_EQ(note({3, 5}), "; ranks count within the group, which is made of ranks 3, 5 of the job");
+  EXPECT_EQ(note({3, 5}),
+            "; these are ranks within the group, which consists of ranks 3, 5 of the job");
   EXPECT_EQ(note({0, 1}), "");
   EXPECT_EQ(note({}), "");
   EXPECT_EQ(note({3, 5}, /*has_options=*/false), "");

@@ -28,7 +28,7 @@ from apex._doctor import measure
 
 _RESULTS = "results"
 #: Extracts the reason from the warning of the backend `apex`.
-_NOT_SHARED = re.compile(r"apex: the ranks talk through the process group, since (.*); APEX_HOST_")
+_NOT_SHARED = re.compile(r"apex: the ranks communicate .*?, since (.*); APEX_HOST_")
 
 
 @dataclass(frozen=True)

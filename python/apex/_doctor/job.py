@@ -113,7 +113,7 @@ def _number(
     text = environment.get(name, str(least))
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
         raise JobError(
-            f"{name} is {text!r}, but has to be a number from {least} to {most}{given}: set it as "
+            f"{name} is {text!r}, but must be a number from {least} to {most}{given}: set it as "
             "torchrun does, or unset it"
         )
     return int(text)
@@ -138,7 +138,7 @@ def run(mine: Record, environment: Mapping[str, str], timeout_s: float) -> Outco
             3 * timeout_s, partial(_agree, store, mine, world, timeout_s)
         )
     except RuntimeError as error:
-        raise JobError(f"no plan came from rank 0 ({_line(error)})") from None
+        raise JobError(f"rank 0 sent no plan of measurements ({_line(error)})") from None
     measured: list[measure.AllReduce] = []
     links: list[pairs.Pair] = []
     if decided is not None and problem is None:
@@ -265,7 +265,7 @@ def _why_not(case: Case, world: int, timeout_s: float) -> str | None:
     """Why a Gloo group cannot be created, in one sentence; None if it can."""
     absent = set(range(world)) - {facts.place.rank for facts in case.ranks}
     if absent:
-        return f"{ranks_text(absent)} of {world} did not come within {timeout_s:g} s"
+        return f"{ranks_text(absent)} of {world} did not join within {timeout_s:g} s"
     if any(rule(case) for rule in PREVENTS_GLOO):
         return "Gloo cannot connect the ranks, so nothing was measured"
     return None
@@ -314,7 +314,8 @@ def _connect(environment: Mapping[str, str], rank: int, timeout_s: float) -> dis
         if store is None:
             raise JobError(
                 f"the store at {address}:{port} was not reached within {timeout_s:g} s "
-                f"({_line(error)}): check that rank 0 runs, and that no other program has this port"
+                f"({_line(error)}): check that rank 0 is running, and that no other program uses "
+                "this port"
             ) from None
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"apex_doctor/{attempt}", store)

@@ -53,9 +53,9 @@ def no_such_card(case: Case) -> Recommendation | None:
     names = [str(card.name) for card in facts.gloo.cards if card.address is None]
     return Recommendation(
         "no_such_card",
-        f"GLOO_SOCKET_IFNAME names {', '.join(names)}{case.on(broken)}, but no card of that name "
-        "has an address, and Gloo fails",
-        f"name a card that has one ({_cards_text(facts.cards)}), or unset the variable",
+        f"GLOO_SOCKET_IFNAME names {', '.join(names)}{case.on(broken)}, but no network card of "
+        "that name has an address, so Gloo fails",
+        f"name a card with an address ({_cards_text(facts.cards)}), or unset the variable",
     )
 
 
@@ -156,7 +156,7 @@ def unused_gpus(case: Case) -> Recommendation | None:
             remedy = f"install torch for CUDA, then rebuild apex: {REBUILD}"
         elif present and not gpus.names:
             finding = f"torch sees no GPU{case.on_host(facts)}, and there are {present}"
-            remedy = "look at CUDA_VISIBLE_DEVICES, and at the driver's version in nvidia-smi"
+            remedy = "check CUDA_VISIBLE_DEVICES, and the driver's version in nvidia-smi"
         elif present and not build.with_cuda:
             finding = f"apex has no CUDA parts{case.on_host(facts)} ({build.cuda_reason})"
             remedy = f"install nvcc of CUDA {build.torch_cuda}, then {REBUILD}"
@@ -182,9 +182,9 @@ def slow_link(case: Case) -> Recommendation | None:
         else:
             values = f"{found.value * 1e6:.0f} us; the median is {found.median * 1e6:.0f}"
         phrases.append(f"between {who} the {found.quantity} is {values}")
-    remedy = "look for what uses these cores"
+    remedy = "find the programs that use these cores"
     if len(case.hosts) > 1:
-        remedy = "look at the cards, cables and switches between these hosts, and at what uses them"
+        remedy = "check the cards, cables and switches between these hosts, and their load"
     return Recommendation("slow_link", ", and ".join(phrases), remedy)
 
 
@@ -201,7 +201,8 @@ def memory_not_shared(case: Case) -> Recommendation | None:
     remedy = next((remedies[part] for part in remedies if part in reason), "correct that")
     return Recommendation(
         "memory_not_shared",
-        f"ranks of this host do not share memory, so Gloo's sockets carry everything ({reason})",
+        "ranks of this host do not share memory, so every collective uses Gloo's sockets "
+        f"({reason})",
         f"{remedy} (docs/backend.md)",
     )
 
@@ -315,8 +316,8 @@ def busy_host(case: Case) -> Recommendation | None:
         if _is_busy(case, facts):
             return Recommendation(
                 "busy_host",
-                f"{facts.processors.load:.1f} processes wanted to run in the last minute on "
-                f"{_cores_text(facts.processors.online)}{case.on_host(facts)}",
+                f"{facts.processors.load:.1f} processes were running or waiting in the last minute "
+                f"on {_cores_text(facts.processors.online)}{case.on_host(facts)}",
                 "end other programs, and measure again",
             )
     return None

@@ -38,8 +38,8 @@ def require_own_process(group: Any, who: str) -> None:
     """Raise RuntimeError if this process was forked after ``group`` was created."""
     if any(group is one for one in _of_parent):
         raise RuntimeError(
-            f"{who}: this process was forked from the one that made the communicator, and is no "
-            "rank of it: make process groups and wrappers after the fork."
+            f"{who}: this process was forked from the process that created the communicator, so it "
+            "is not a rank of it: create process groups and wrappers after the fork."
         )
 
 
@@ -65,13 +65,13 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if process_group is not_a_member:
         raise RuntimeError(
-            f"{who}: rank {dist.get_rank()} is not a member of the process group it was given; "
-            "construct it only on the ranks that are."
+            f"{who}: rank {dist.get_rank()} is not a member of its process group; construct it "
+            "only on the members."
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"{who}: process_group is what torch.distributed.new_group() returns, got "
-            f"{type(process_group).__name__}."
+            f"{who}: process_group must be a process group, as torch.distributed.new_group() "
+            f"returns it, got {type(process_group).__name__}."
         )
     return process_group
 
@@ -150,9 +150,9 @@ def _require_same_count(group: dist.ProcessGroup) -> None:
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
     if len(set(counts)) > 1:
         raise ValueError(
-            "num_allreduce_streams > 1: the ranks of process_group are in different numbers of "
-            f"process groups ({', '.join(map(str, counts))}), by which torch names new ones: use "
-            "num_allreduce_streams=1, or groups that do not overlap."
+            "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "
+            f"process groups ({', '.join(map(str, counts))}), and torch names new groups by that "
+            "number: use num_allreduce_streams=1, or groups that do not overlap."
         )
 
 

@@ -16,9 +16,9 @@ from .casts import CastCache
 from .patch import PatchSet, install
 
 _OLD_INTERFACE = (
-    "the handle's {} is of the interface that Apex had before amp.initialize: call model, "
-    'optimizer = amp.initialize(model, optimizer, opt_level="O1") in the place of amp.init(), and '
-    "use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+    "the handle's {} belongs to Apex's interface from before amp.initialize: replace amp.init() by "
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="O1"), and use '
+    "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
 )
 
 

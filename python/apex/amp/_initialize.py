@@ -140,11 +140,11 @@ def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
         for name, parameter in wrapper.named_parameters():
             if id(parameter) in cast:
                 raise RuntimeError(
-                    f"amp.initialize casts the parameter {name!r}, but a torch.nn.parallel."
-                    "DistributedDataParallel has been made of it: that would not average its "
-                    "gradient any more. Call amp.initialize before the model is wrapped, or use "
-                    "level O1, which casts no parameters, or "
-                    "apex.parallel.DistributedDataParallel, which may be made before."
+                    f"amp.initialize would cast the parameter {name!r}, which a "
+                    "torch.nn.parallel.DistributedDataParallel already wraps, and its gradient "
+                    "would no longer be averaged. Call amp.initialize before the model is wrapped, "
+                    "or use level O1, which casts no parameters, or "
+                    "apex.parallel.DistributedDataParallel, which may be constructed first."
                 )
 
 
@@ -152,8 +152,8 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, KeepsMasterWeights):
             raise RuntimeError(
-                "amp.initialize was given an FP16_Optimizer; pass the optimizer it wraps, amp "
-                "keeps master weights itself."
+                "amp.initialize was given an FP16_Optimizer; pass the optimizer that it wraps, "
+                "because amp keeps its own master weights."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(

@@ -71,8 +71,8 @@ class MasterWeights:
         if sharded is not None and isinstance(param, sharded.DTensor):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} holds a {param.dtype} parameter that is a "
-                "DTensor (fully_shard, or tensor parallel), of which amp makes no master weight: "
-                "use level O1."
+                "DTensor (fully_shard, or tensor parallel), for which amp cannot keep a master "
+                "weight: use level O1."
             )
         record = record_of(param)
         master = record.master
@@ -114,10 +114,10 @@ class MasterWeights:
     def refuse_changed_masters(self) -> None:
         if any(record.master_changed() for _, _, record in self._model_of.values()):
             raise RuntimeError(
-                f"{this_rank()}the master weights of {type(self._optimizer).__name__} were "
-                "changed, but not by its step(), and the loss given to amp.scale_loss was computed "
-                "without the change: call optimizer._master_params_to_model_params() after it, "
-                "before the forward pass."
+                f"{this_rank()}the master weights of {type(self._optimizer).__name__} were changed "
+                "outside its step(), and the loss given to amp.scale_loss was computed from the "
+                "old values: after such a change, call optimizer._master_params_to_model_params() "
+                "before forward."
             )
 
     def _by_index(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:

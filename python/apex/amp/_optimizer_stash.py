@@ -84,8 +84,8 @@ class OptimizerStash(MasterWeights):
         if self._in_context:
             raise RuntimeError(
                 "amp.scale_loss was entered inside another amp.scale_loss of the same optimizer, "
-                "which cannot tell their gradients apart: call backward() on the sum of the losses "
-                "in one context, or leave the first one before."
+                "so their gradients would be mixed: call backward() on the sum of the losses in "
+                "one context, or exit the first context before entering the second."
             )
         self.lazy_init()
         self.collect()
@@ -318,8 +318,8 @@ class OptimizerStash(MasterWeights):
         raise RuntimeError(
             f"{this_rank()}{type(self._optimizer).__name__}.step() was called with gradients that "
             "are still multiplied by the loss scale, since the last amp.scale_loss of this "
-            "optimizer had delay_unscale=True. Use the last amp.scale_loss before step() without "
-            "delay_unscale, or discard the gradients by optimizer.zero_grad()."
+            "optimizer had delay_unscale=True. Enter the last amp.scale_loss before step() without "
+            "delay_unscale, or clear the gradients with optimizer.zero_grad()."
         )
 
     def note_added(self, params: list[torch.Tensor]) -> None:
@@ -347,9 +347,9 @@ class OptimizerStash(MasterWeights):
         if self._added_with_gradient:
             names = ", ".join(map(self._name_of, self._added_with_gradient))
             raise RuntimeError(
-                f"{this_rank()}{type(self._optimizer).__name__} was given {names} by "
-                "add_param_group with a gradient, which may be multiplied by the loss scale: call "
-                "add_param_group before amp.scale_loss, or discard the gradient first (or now, by "
+                f"{this_rank()}{type(self._optimizer).__name__} got {names} from add_param_group "
+                "with a gradient that may be multiplied by the loss scale: call add_param_group "
+                "before amp.scale_loss, or clear the gradient first (or now, with "
                 "optimizer.zero_grad())."
             )
 
@@ -369,7 +369,7 @@ class OptimizerStash(MasterWeights):
                         f"{this_rank()}{self._name_of(param)} of {type(self._optimizer).__name__} "
                         "has a gradient that is still multiplied by the loss scale, since the last "
                         "amp.scale_loss of another optimizer that holds it had delay_unscale=True: "
-                        "give amp.scale_loss both optimizers, or discard the gradient."
+                        "pass both optimizers to amp.scale_loss, or clear the gradient."
                     )
 
     def _name_of(self, param: torch.Tensor) -> str:

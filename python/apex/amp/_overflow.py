@@ -78,9 +78,9 @@ def check_overflow(
     """
     if ranks(scaler) < ranks_then:
         raise RuntimeError(
-            "the process group was destroyed inside amp.scale_loss, so this rank cannot tell the "
-            f"other {ranks_then - 1} whether its gradients overflowed, and they would step without "
-            "it; call destroy_process_group() when training has ended."
+            "the process group was destroyed inside amp.scale_loss, so this rank cannot report a "
+            f"gradient overflow to the other {ranks_then - 1} ranks, which would not skip the "
+            "step; call destroy_process_group() after training."
         )
     if ranks_then > 1:
         scaler.synchronize(scaler.overflow_group)

@@ -58,8 +58,8 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
         if closure is not None and stash.master_weights:
             raise RuntimeError(
                 "optimizer.step(closure) is not supported with amp's master weights: the closure "
-                "would compute gradients of the model's parameters, not of the masters. Call "
-                "backward inside amp.scale_loss and step() without a closure, or use O1."
+                "would compute gradients of the model's parameters, not of the master weights. "
+                "Call backward inside amp.scale_loss and step() without a closure, or use O1."
             )
         if closure is None:
             stash.refuse_scaled_gradients()
@@ -115,8 +115,8 @@ def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStas
         if any(id(param) in taken for param in added):
             del self.param_groups[-1]
             raise ValueError(
-                "A parameter of the new group is in another group of this optimizer already; "
-                "each parameter may be in one group only."
+                "A parameter of the new group is already in another group of this optimizer; each "
+                "parameter may be in only one group."
             )
         stash.note_added(added)
 
@@ -201,9 +201,9 @@ def refuse_master_weights(optimizer: Any) -> None:
     while module is not None and optimizer is not None:
         if isinstance(optimizer, module.ZeroRedundancyOptimizer):
             raise RuntimeError(
-                "amp cannot give a ZeroRedundancyOptimizer master weights: the optimizer inside it "
-                "would go on stepping the model's parameters. Use level O1, whose parameters are "
-                "float32 and need none."
+                "amp cannot keep master weights for a ZeroRedundancyOptimizer, because its inner "
+                "optimizer would still step the model's parameters. Use level O1, whose parameters "
+                "are float32 and need none."
             )
         optimizer = getattr(optimizer, "optim", None)
 

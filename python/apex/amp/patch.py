@@ -213,7 +213,7 @@ def wrap_in_place_float32(handle: AmpHandle, original: Function, name: str) -> F
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if is_low_precision(self) and handle.is_casting(self):
             raise NotImplementedError(
-                f"Tensor.{name} works in float32 under amp O1 and cannot write its result into a "
+                f"Tensor.{name} runs in float32 under amp O1 and cannot write its result into a "
                 f"{self.dtype} tensor; use the out-of-place form, or cast to float32 first."
             )
         return original(self, *args, **kwargs)

@@ -44,8 +44,8 @@ def _scaler(stash: OptimizerStash, loss_id: int) -> LossScaler:
         return stash.scalers[loss_id]
     except IndexError:
         raise RuntimeError(
-            f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was told of "
-            f"{len(stash.scalers)} loss(es); pass a larger num_losses to it."
+            f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was called with "
+            f"num_losses={len(stash.scalers)}; pass a larger num_losses."
         ) from None
 
 
@@ -90,10 +90,12 @@ def scale_loss(
     del model
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"amp.scale_loss takes the loss as a tensor with a graph, not a {type(loss).__name__}."
+            f"amp.scale_loss takes a loss tensor with a grad_fn, not a {type(loss).__name__}."
         )
     if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError("amp.scale_loss was called before amp.initialize; call that first.")
+        raise RuntimeError(
+            "amp.scale_loss was called before amp.initialize; call amp.initialize first."
+        )
     stashes = _stashes(optimizers)
     if not stashes:  # initialized with enabled=False
         yield loss

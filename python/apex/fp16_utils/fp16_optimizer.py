@@ -245,7 +245,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         """The unscaled gradients, one list per parameter group; None after an overflow."""
         if self.overflow:
             self._print(
-                "Gradients overflowed and are invalid; call backward again before looking at them."
+                "Gradients overflowed and are invalid; call backward again before reading them."
             )
             return None
         return [

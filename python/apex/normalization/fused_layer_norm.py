@@ -113,6 +113,6 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 def _require_affine(kwargs: dict[str, Any]) -> None:
     if not kwargs.pop("elementwise_affine", True):
         raise ValueError(
-            "The mixed variants follow the type of their weight, so elementwise_affine must be "
-            "True; use FusedLayerNorm or FusedRMSNorm without one."
+            "The mixed variants return the dtype of their weight, so elementwise_affine must be "
+            "True; without a weight use FusedLayerNorm or FusedRMSNorm."
         )

@@ -86,14 +86,14 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
         if max_grad_norm:
             raise TypeError(
                 f"FusedAdam(max_grad_norm={max_grad_norm}) was an option of early versions of "
-                "Apex: remove it, and before step() call torch.nn.utils.clip_grad_norm_("
-                f"parameters, {max_grad_norm}); with apex.amp, of "
-                "amp.master_params(optimizer), after scale_loss."
+                "Apex: remove it, and before step() call "
+                f"torch.nn.utils.clip_grad_norm_(parameters, {max_grad_norm}); with apex.amp, clip "
+                "amp.master_params(optimizer) after scale_loss."
             )
         if eps_inside_sqrt:
             raise TypeError(
-                "FusedAdam(eps_inside_sqrt=True) was an option of early versions of Apex; eps is "
-                "added outside of the square root."
+                "FusedAdam(eps_inside_sqrt=True) was an option of early versions of Apex; remove "
+                "it, because eps is always added outside the square root."
             )
         params = listed(params)
         super().__init__(

@@ -93,7 +93,8 @@ class FusedNovoGrad(ForeachOptimizer):
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in (0, 2):
             raise RuntimeError(
-                f"FusedNovoGrad has norm_type 2 (L2) and 0 (largest magnitude), not {norm_type}."
+                "FusedNovoGrad supports norm_type 2 (L2) and 0 (maximum magnitude), got "
+                f"{norm_type}."
             )
         super().add_param_group(param_group)
 

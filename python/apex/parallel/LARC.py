@@ -120,7 +120,7 @@ class LARC(WrappedOptimizer):
                 if grad is not None and not (dense and grad.is_floating_point()):
                     raise ValueError(
                         f"LARC needs dense real gradients; parameter {index} of group {number} has "
-                        f"a {grad.dtype} one{'' if dense else ' that is sparse'}. Leave such "
+                        f"a {grad.dtype} one{'' if dense else ' that is sparse'}. Give such "
                         "parameters to another optimizer."
                     )
         for group, decay in zip(self.param_groups, decays, strict=True):

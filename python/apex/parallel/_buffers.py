@@ -127,14 +127,13 @@ class Buffers:
         now = described(self._module, self._ignored)
         lost = [line for line in self._description if line not in now]
         new = [line for line in now if line not in self._description]
-        changes = [f"{line} is gone" for line in lost] + [f"{line} is new" for line in new]
-        there = "nothing has changed" if changes else "they have changed"
+        changes = [f"{line} was removed" for line in lost] + [f"{line} was added" for line in new]
+        there = "no such change" if changes else "they have changed"
         return (
-            f"rank {rank}'s buffers differ from rank {root}'s, which broadcast_buffers takes. "
-            f"Since they were compared, on rank {rank}: "
-            f"{', '.join(changes) or 'nothing has changed'}; on rank {root}: {there}, or not in "
-            "this way. Make such changes on every rank before the same forward, and construct the "
-            "wrapper again."
+            f"rank {rank}'s buffers differ from rank {root}'s, which broadcast_buffers copies. "
+            f"Since the ranks last compared their buffers, on rank {rank}: "
+            f"{', '.join(changes) or 'nothing has changed'}; on rank {root}: {there}. Make such "
+            "changes on every rank before the same forward, and construct the wrapper again."
         )
 
 

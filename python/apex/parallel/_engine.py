@@ -255,9 +255,9 @@ def refuse_backward(outputs: Sequence[Tensor]) -> None:
 
     def refuse(grad: Tensor) -> None:
         raise RuntimeError(
-            "backward through a copy of DistributedDataParallel that is not connected to the "
-            "other ranks: its first forward ran in eval(). Run one in train(), or call "
-            "relearn(), on every rank before that forward."
+            "backward through a copy of DistributedDataParallel that is not connected to the other "
+            "ranks: its first forward ran in eval(). Run its first forward in train(), or call "
+            "rebuild_buckets() before it, on every rank."
         )
 
     for output in outputs:

@@ -54,7 +54,9 @@ class Hooks:
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
         if self.comm_hook is not None and self.comm_hook != self._default:
-            raise RuntimeError("a communication hook is registered already; there can be one.")
+            raise RuntimeError(
+                "a communication hook is already registered, and a wrapper can have only one."
+            )
         self._install_comm_hook(reducer, comm_hook)
         self.comm_hook = comm_hook  # the reducer looks it up here
 

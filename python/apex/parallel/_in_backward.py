@@ -31,9 +31,9 @@ def refuse(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str] 
     for name, parameter in module.named_parameters():
         if name not in ignored and getattr(parameter, "_in_backward_optimizers", None):
             raise RuntimeError(
-                f"rank {group.rank()}: an optimizer steps parameter '{name}' inside "
-                "backward (torch.distributed.optim._apply_optimizer_in_backward), with this rank's "
-                "own gradient instead of the average. Step after backward, or, to hide the steps "
-                "under communication, use apex.parallel.OverlappedOptimizer or "
+                f"rank {group.rank()}: an optimizer steps parameter '{name}' inside backward "
+                "(torch.distributed.optim._apply_optimizer_in_backward), with this rank's own "
+                "gradient instead of the average. Step after backward. To overlap steps with "
+                "communication, use apex.parallel.OverlappedOptimizer or "
                 "DistributedDataParallel.register_bucket_callback."
             )

@@ -15,7 +15,7 @@ from torch import nn
 from apex import _core
 from apex._internal.tree import find_tensors, map_tensors
 
-WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+BUILTIN_HOOKS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class MixedPrecision:
@@ -49,9 +49,9 @@ class MixedPrecision:
         self.in_place = False  # True while the module's parameters and buffers are casts
 
     @property
-    def wire(self) -> str | None:
+    def communication_hook(self) -> str | None:
         """The built-in communication hook for ``reduce_dtype``; None: gradients are not cast."""
-        return WIRES.get(self.reduce_dtype) if self.reduce_dtype is not None else None
+        return BUILTIN_HOOKS.get(self.reduce_dtype) if self.reduce_dtype is not None else None
 
     def describe(self) -> str:
         """The settings that must be equal on all ranks."""

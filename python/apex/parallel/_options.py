@@ -94,7 +94,9 @@ def checks_every(value: Any) -> int | None:
     """The option ``replica_check_every``."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    raise ValueError(f"replica_check_every is a number of steps, 0 (never) or None, got {value!r}.")
+    raise ValueError(
+        f"replica_check_every must be a number of steps, 0 (never) or None, got {value!r}."
+    )
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -102,19 +104,19 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     if value in choices:
         return str(value)
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-    raise ValueError(f"{name} is {known}, got {value!r}.")
+    raise ValueError(f"{name} must be {known}, got {value!r}.")
 
 
 def positive_message_size(message_size: Any) -> int:
     if message_size == "auto":
         raise ValueError(
-            'message_size="auto" is gone: on every link measured, no buckets that it found were '
-            "faster than the default. Leave it out."
+            'message_size="auto" was removed, because it found no faster bucket size than the '
+            "default on any measured link: remove the argument."
         )
     if isinstance(message_size, bool) or not isinstance(message_size, int):
         raise TypeError(
-            f"message_size is a number of elements (int), got {type(message_size).__name__}; "
-            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel go by "
+            f"message_size is a number of elements (int), got {type(message_size).__name__}; pass "
+            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel by "
             "keyword."
         )
     if message_size <= 0:
@@ -124,7 +126,7 @@ def positive_message_size(message_size: Any) -> int:
 
 def _check_mebibytes(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} takes numbers of MiB, got {value!r}.")
+        raise TypeError(f"{name} must be a number of MiB, got {value!r}.")
     if not float(value) > 0:
         raise ValueError(f"{name} must be positive, got {value}.")
 
@@ -171,19 +173,19 @@ def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
     _check_mebibytes("bucket_cap_mb", bucket_cap_mb)
     if message_size != MESSAGE_SIZE:
         raise ValueError(
-            "message_size (elements) and bucket_cap_mb (MiB) both set the size of a bucket: "
-            "give one of them."
+            "message_size (elements) and bucket_cap_mb (MiB) both set the bucket size: pass only "
+            "one of them."
         )
 
 
 def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None:
     """Raise ValueError for contradictory numbers of communicators."""
     if not isinstance(count, int):
-        raise TypeError(f"num_allreduce_streams is a whole number, got {count!r}.")
+        raise TypeError(f"num_allreduce_streams must be an integer, got {count!r}.")
     if delay_allreduce and count > 1:
         raise ValueError(
-            "delay_allreduce sends everything at the end of backward, so num_allreduce_streams > 1 "
-            "cannot have an effect: give one of them."
+            "delay_allreduce launches every bucket at the end of backward, so "
+            "num_allreduce_streams > 1 has no effect: pass only one of them."
         )
     if count < 1:
         raise ValueError(f"num_allreduce_streams must be at least 1, got {count}.")
@@ -196,8 +198,8 @@ def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None
     groups, streams = communicators
     if len(groups) != count or len(streams) != count:
         raise ValueError(
-            f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, "
-            f"but num_allreduce_streams is {count}: give as many of each."
+            f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, but "
+            f"num_allreduce_streams is {count}: pass {count} of each."
         )
 
 
@@ -223,12 +225,12 @@ def trigger_names(triggers: Iterable[nn.Parameter] | None, module: nn.Module) ->
         if id(trigger) not in names:
             raise ValueError(
                 f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is "
-                "no parameter of the wrapped module."
+                "not a parameter of the wrapped module."
             )
         name = names[id(trigger)]
         if not trigger.requires_grad:
             raise ValueError(
-                f"allreduce_trigger_params holds '{name}', which requires no gradient."
+                f"allreduce_trigger_params holds '{name}', which does not require a gradient."
             )
         result.append(name)
     return result
@@ -247,8 +249,8 @@ def single_device(
     """
     if isinstance(device_ids, (int, str, torch.device)):
         raise TypeError(
-            "device_ids is a list with the one device of this process, got "
-            f"{device_ids!r}: pass device_ids=[{device_ids!r}]."
+            f"device_ids must be a list with the one device of this process, got {device_ids!r}: "
+            f"pass device_ids=[{device_ids!r}]."
         )
     if device_ids is None or len(device_ids) == 0:
         if output_device is not None:
@@ -256,7 +258,7 @@ def single_device(
         return None, None
     if len(device_ids) > 1:
         raise ValueError(
-            f"device_ids names {len(device_ids)} devices, but a process drives one: start one "
+            f"device_ids names {len(device_ids)} devices, but a process uses only one: start one "
             "process per device (torchrun --nproc_per_node=N) and pass device_ids=[its device]."
         )
     devices = {parameter.device for parameter in parameters}
@@ -299,8 +301,8 @@ def communicators(
         return [group] * count
     if not backends_of(group):
         raise ValueError(
-            "num_allreduce_streams > 1 needs more groups like process_group, which is of a class "
-            "written in Python: give them as allreduce_communicators."
+            "num_allreduce_streams > 1 needs more process groups, which cannot be created for a "
+            "process_group whose class is written in Python: pass them as allreduce_communicators."
         )
     return [group, *(group_like(group) for _ in range(count - 1))]
 

@@ -22,9 +22,9 @@ class NoReducer:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"apex.parallel.DistributedDataParallel has no torch reducer, and so no {name!r}: its "
-            "buckets are seen by bucket_plan() and statistics(), and set by load_bucket_plan() and "
-            "relearn()."
+            "apex.parallel.DistributedDataParallel has no torch reducer and therefore no "
+            f"{name!r}: bucket_plan() and statistics() describe its buckets, and "
+            "load_bucket_plan() and rebuild_buckets() change them."
         )
 
 
@@ -103,8 +103,9 @@ class TorchNames:
         """Raises NotImplementedError."""
         raise NotImplementedError(
             "apex.parallel.DistributedDataParallel has no hooks for buffers: "
-            "broadcast_buffers=True takes rank 0's before each training forward; for anything else "
-            "reduce `module.buffers()` with torch.distributed after backward, on every rank."
+            "broadcast_buffers=True copies rank 0's buffers before each training forward; for "
+            "anything else reduce `module.buffers()` with torch.distributed after backward, on "
+            "every rank."
         )
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class WatchedModule:
         if self._are_borrowed(self.parameters):
             raise RuntimeError(
                 "this DistributedDataParallel has no engine yet, and in functional_call() it "
-                "cannot see the module's own parameters: run one forward of its own before, on "
-                "every rank."
+                "cannot see the module's own parameters: run one forward of the wrapper itself "
+                "first, on every rank."
             )
         self._look()
 

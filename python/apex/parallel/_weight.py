@@ -29,7 +29,9 @@ class Weight:
             try:
                 number = float(weight)
             except OverflowError:
-                raise ValueError(f"a weight is a number of float64's range, got {weight}") from None
+                raise ValueError(
+                    f"a weight must be within the range of float64, got {weight}"
+                ) from None
             self._engine.connected().begin_weight_number(number)
             return
         if not isinstance(weight, torch.Tensor):

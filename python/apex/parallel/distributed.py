@@ -239,14 +239,14 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         _options.check_streams(num_allreduce_streams, allreduce_communicators, delay_allreduce)
         if shared_param is not None:
             raise ValueError(
-                "shared_param is not an option any more: a parameter used in several places needs "
-                "none; remove the argument."
+                "shared_param is not an option any more, because a parameter used in several "
+                "places needs no option: remove the argument."
             )
         _options.warn_ignored(gradient_average_split_factor)
         if device_mesh is not None:
             if process_group is not None:
                 raise ValueError(
-                    "process_group and device_mesh both name the ranks: give one of them."
+                    "process_group and device_mesh both choose the ranks: pass only one of them."
                 )
             self.device_mesh = device_mesh
             process_group = device_mesh.get_group()
@@ -306,7 +306,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             communicators=num_allreduce_streams,
             overlaps=not delay_allreduce and mixed is None,
         )
-        hooks = Hooks(None if mixed is None else mixed.wire)
+        hooks = Hooks(None if mixed is None else mixed.communication_hook)
         self._engine = engine = Engine(
             self, options, hooks, broadcast_buffers or bool(forward_sync_buffers)
         )
@@ -319,7 +319,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         if not any(parameter.requires_grad for parameter in parameters):
             warnings.warn(
                 "DistributedDataParallel wraps a module without a parameter that requires a "
-                "gradient: forward passes through and nothing is synchronized.",
+                "gradient, so no gradients are synchronized and forward only calls the module.",
                 stacklevel=3,  # the caller of suggests_keywords' wrapper
             )
         engine.connect(process_group, allreduce_communicators, self.init_sync)
@@ -430,8 +430,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             if reducer is None or changed:
                 raise RuntimeError(
                     "this DistributedDataParallel has no engine yet for the parameters it has now, "
-                    "and transforms of torch.func communicate nothing: run one forward outside of "
-                    "them before, on every rank."
+                    "and cannot create one inside a transform of torch.func: run one forward "
+                    "outside the transform first, on every rank."
                 )
             reducer.prepare_for_forward()
             return
@@ -439,7 +439,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             reducer = engine.connected()
         elif changed:
             if engine.join is not None:
-                raise RuntimeError("parameters were added, removed or replaced under join().")
+                raise RuntimeError(
+                    "parameters were added, removed or replaced under join(): make such changes "
+                    "before join(), on every rank."
+                )
             reducer = engine.make_reducer(init_sync=True)
         if self._stepped_in_backward != _in_backward.parameters_known():
             self._refuse_steps_in_backward()
@@ -606,7 +609,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             RuntimeError: if a hook is already registered.
         """
         if not callable(hook):
-            raise TypeError(f"a communication hook is a function, got {type(hook).__name__}.")
+            raise TypeError(f"a communication hook must be a function, got {type(hook).__name__}.")
         self._engine.hooks.set_comm_hook(self._reducer, RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:
@@ -750,9 +753,17 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             self.module.parameters(), self.message_size, self.bucket_cap_mb
         )
 
+    def rebuild_buckets(self) -> None:
+        """Discards the bucket plan: the next backward records the order of gradients and makes a
+        new one. Call it on every process."""
+        self._reducer.rebuild_buckets()
+
     def relearn(self) -> None:
-        """Forget the order of gradients; the next backward records it. Call on every process."""
-        self._reducer.relearn()
+        """Deprecated name of :meth:`rebuild_buckets`."""
+        warnings.warn(
+            "relearn() was renamed to rebuild_buckets(): call that.", FutureWarning, stacklevel=2
+        )
+        self.rebuild_buckets()
 
     def bucket_plan(self) -> list[list[str]] | None:
         """The names of the parameters in each bucket, in launch order; None before it is recorded.
@@ -866,8 +877,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     def _require_statistics(self) -> None:
         if not self._engine.measures_gradients:
             raise RuntimeError(
-                "gradients are not measured: construct with gradient_statistics=True on every "
-                "process."
+                "gradients are not measured: construct the wrapper with gradient_statistics=True "
+                "on every process."
             )
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:

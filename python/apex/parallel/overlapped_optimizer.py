@@ -152,15 +152,20 @@ class OverlappedOptimizer(WrappedOptimizer):
         )
         for name in names:
             if name in kinds:
-                raise ValueError(f"a step of {name} cannot be taken in parts: use it as it is.")
+                raise ValueError(
+                    f"{name} cannot step its parameters one module at a time: use it without "
+                    "OverlappedOptimizer."
+                )
         if model._mixed_precision is not None:
             raise ValueError(
-                "mixed_precision casts all parameters before forward, so that nothing could be "
-                "hidden under it: use torch.autocast, or no OverlappedOptimizer."
+                "mixed_precision casts all parameters before forward, so forward could not overlap "
+                "with communication: use torch.autocast, or do not use OverlappedOptimizer."
             )
         engine = model._engine
         if engine.hooks.optimizer is not None:
-            raise ValueError("this model has an OverlappedOptimizer already; it can have one.")
+            raise ValueError(
+                "this model already has an OverlappedOptimizer, and can have only one."
+            )
         super().__init__(optimizer)
         self._model = model  # keeps the engine connected
         self._engine = engine
@@ -237,8 +242,9 @@ class OverlappedOptimizer(WrappedOptimizer):
             if parameter.grad is None:
                 name = next(n for n, p in self._model.module.named_parameters() if p is parameter)
                 raise RuntimeError(
-                    f"the gradient of parameter '{name}' was cleared while it was on its way, so "
-                    "its update is lost: clear gradients by OverlappedOptimizer.zero_grad()."
+                    f"the gradient of parameter '{name}' was cleared while its all-reduce was in "
+                    "flight, so its update is lost: clear gradients with "
+                    "OverlappedOptimizer.zero_grad()."
                 )
         later.parameters.difference_update(due)
         self._update(set(due), later.settings)
@@ -270,8 +276,8 @@ class OverlappedOptimizer(WrappedOptimizer):
                 if changed:
                     raise RuntimeError(
                         f"{type(self.optim).__name__}.step() changes '{changed[0]}' of its "
-                        "groups, so it cannot be taken in parts: use it without "
-                        "OverlappedOptimizer."
+                        "parameter groups, so it cannot step its parameters one module at a time: "
+                        "use it without OverlappedOptimizer."
                     )
                 if settings is None and counter in group:  # the first part of a step counts for all
                     values[counter] = group[counter]
@@ -343,8 +349,8 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "an OverlappedOptimizer belongs to a process and its model: save its state_dict(), or "
-            "its 'optim' after synchronize()."
+            "an OverlappedOptimizer cannot be copied or pickled, because it is connected to its "
+            "model: save its state_dict(), or its 'optim' after synchronize()."
         )
 
 

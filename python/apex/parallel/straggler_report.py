@@ -80,7 +80,10 @@ class StragglerReport:
         """
         _plots.require()
         if not self.ranks:
-            raise ValueError("the straggler report has no steps yet: there is nothing to draw.")
+            raise ValueError(
+                "the straggler report has no steps yet, so there is nothing to plot: run training "
+                "steps first."
+            )
         figure, axes = _plots.rows_figure(len(self.ranks))
         rows = range(len(self.ranks))
         before = [times.before_backward_s * 1e3 for times in self.ranks]

@@ -121,13 +121,13 @@ def revert_syncbn_model(module: Module) -> Module:
             if child.fuse_relu:
                 raise ValueError(
                     f"revert_syncbn_model: {_place(name)} fuses a ReLU, which plain batch norm "
-                    "cannot; set fuse_relu=False and add the ReLU to the model."
+                    "does not support; set fuse_relu=False and add the ReLU to the model."
                 )
             if child.channel_last and "_converted_from" not in child.__dict__:
                 raise ValueError(
                     f"revert_syncbn_model: {_place(name)} takes [N, *, C] input "
-                    "(channel_last=True), which plain batch norm does not; convert that part of "
-                    "the model by hand."
+                    "(channel_last=True), which plain batch norm does not support; convert that "
+                    "part of the model manually."
                 )
     return _exchange(module, _make(module, _is_synchronized, _to_plain))
 
@@ -162,13 +162,14 @@ def _refuse_own_behaviour(caller: str, name: str, module: Module) -> None:
     if of_class:
         raise TypeError(
             f"{caller}: {_place(name)} is a {kind.__module__}.{kind.__qualname__}, which defines "
-            f"{', '.join(of_class)}; converting it would lose that. Replace it by hand, or by a "
+            f"{', '.join(of_class)}, and conversion would lose this. Replace it manually, or by a "
             "plain torch.nn.BatchNorm."
         )
     if of_module:
         raise TypeError(
             f"{caller}: {', '.join(of_module)} of {_place(name)} was replaced on the module "
-            "itself, and would go on calling the old one. Convert first and replace it afterwards."
+            "itself, and would still call the old module after conversion. Convert first and "
+            "replace it afterwards."
         )
 
 
@@ -180,8 +181,8 @@ def _refuse_compiled(
     in_place = applies(module) and module._compiled_call_impl is not None
     if in_place or (inner is not None and applies(inner)):
         raise TypeError(
-            f"{caller}: {_place(name)} is compiled, and would go on calling the old batch norm. "
-            "Convert first and compile afterwards."
+            f"{caller}: {_place(name)} is compiled, and would still call the old batch norm after "
+            "conversion. Convert first and compile afterwards."
         )
 
 
@@ -220,10 +221,10 @@ def _warn_of_own_classes(left: dict[int, tuple[str, Module]]) -> None:
             shown += f" and {len(names) - 3} more"
         place = "the module" if names == [""] else f"module{'s' * (len(names) > 1)} {shown}"
         warnings.warn(
-            f"convert_syncbn_model: {place} ({kind.__module__}.{kind.__qualname__}) stays as it "
-            f"is, with the statistics of each rank alone. The class defines "
-            f"{', '.join(_own_behaviour(example)[0])}, which converting it would lose; replace it "
-            "by hand, for example by a SyncBatchNorm and what the class does besides.",
+            f"convert_syncbn_model: {place} ({kind.__module__}.{kind.__qualname__}) was not "
+            "converted, and its statistics stay per rank, because its class defines "
+            f"{', '.join(_own_behaviour(example)[0])}, which conversion would lose. Replace it "
+            "manually, for example by a SyncBatchNorm and the rest of what the class does.",
             stacklevel=3,
         )
 
@@ -234,8 +235,8 @@ def _warn_of_scripted(module: Module) -> None:
         if isinstance(child, torch.jit.ScriptModule) and child.original_name in kinds:
             warnings.warn(
                 f"convert_syncbn_model: {_place(name)} is a scripted {child.original_name}. It "
-                "cannot be converted, and its statistics stay those of each rank alone; convert "
-                "the model before torch.jit.trace (torch.jit.script does not take SyncBatchNorm).",
+                "cannot be converted, and its statistics stay per rank; convert the model before "
+                "torch.jit.trace (torch.jit.script does not take SyncBatchNorm).",
                 stacklevel=3,
             )
 

@@ -71,8 +71,8 @@ def group_name_of(group: Any) -> str | None:
         return None
     if group == dist.GroupMember.NON_GROUP_MEMBER or not hasattr(group, "size"):
         raise ValueError(
-            "SyncBatchNorm: this rank is not a member of the process_group it was given; pass each "
-            "rank the group it belongs to (apex.parallel.create_syncbn_process_group returns it)."
+            "SyncBatchNorm: this rank is not a member of its process_group; pass each rank the "
+            "group it belongs to (apex.parallel.create_syncbn_process_group returns it)."
         )
     return "" if group.size() == 1 else name_of(group)
 

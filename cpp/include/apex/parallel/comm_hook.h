@@ -64,20 +64,20 @@ class APEX_API CommHook {
                                                          const at::Tensor& first);
 };
 
-/// All-reduces in dtype `wire` (float16 or bfloat16), after dividing by the world size. Sends half
-/// the bytes of float32; every partial sum is rounded to `wire`. Gradients that already have a
-/// 16-bit dtype are sent unchanged. Costs two passes over a bucket and a buffer of its size in
-/// `wire`. The hook may be used on any thread, for one reducer.
+/// All-reduces in `dtype` (float16 or bfloat16), after dividing by the world size. Sends half the
+/// bytes of float32; every partial sum is rounded to `dtype`. Gradients that already have a 16-bit
+/// dtype are sent unchanged. Costs two passes over a bucket and a buffer of its size in `dtype`.
+/// The hook may be used on any thread, for one reducer.
 /// @throws InvalidArgument for another dtype.
 APEX_API std::shared_ptr<CommHook> make_compress_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                      at::ScalarType wire);
+                                                      at::ScalarType dtype);
 
 /// Like make_compress_hook(), but sums in float32. An all-to-all sends each rank its share of every
-/// other rank's gradients in `wire`, the rank sums its share in float32 (a reduce-scatter), and an
-/// all-gather distributes the averages in `wire`. Each gradient is rounded twice for any world
-/// size, and every rank gets the same bits. Sends as many bytes as an all-reduce in `wire`. Costs a
-/// buffer of the bucket's size in `wire`, and 1/world_size of it in float32.
+/// other rank's gradients in `dtype`, the rank sums its share in float32 (a reduce-scatter), and an
+/// all-gather distributes the averages in `dtype`. Each gradient is rounded twice for any world
+/// size, and every rank gets the same bits. Sends the same number of bytes as an all-reduce in
+/// `dtype`. Costs a buffer of the bucket's size in `dtype`, and 1/world_size of it in float32.
 APEX_API std::shared_ptr<CommHook> make_fp32_accumulate_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType wire);
+    c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType dtype);
 
 }  // namespace apex::parallel

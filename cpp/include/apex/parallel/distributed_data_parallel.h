@@ -419,7 +419,7 @@ class DistributedDataParallel {
     throw Error("rank " + std::to_string(process_group()->getRank()) + ": " +
                 (name.empty() ? "a parameter was removed"
                               : "parameter '" + name + "' was added or replaced") +
-                " after DistributedDataParallel took the module's, so its gradient would not be "
+                " after the DistributedDataParallel was constructed, so its gradient would not be "
                 "averaged: make such changes on every rank, and construct the wrapper again");
   }
 
@@ -451,7 +451,7 @@ class DistributedDataParallel {
     require_here();
     if (joining_) {
       throw InvalidArgument(
-          "join() inside of join(): wrap the modules that are trained together in one "
+          "join() was entered inside another join(): wrap modules that are trained together in one "
           "DistributedDataParallel, or train them in separate loops");
     }
     reducer_->begin_join(divide_by_initial_world_size);
@@ -497,8 +497,8 @@ class DistributedDataParallel {
                         "broadcast of master weights at the end of join()");
     if (masters.item<int64_t>() != 0) {
       throw Error(
-          "the rank that went to the end of join() is a Python program with master weights "
-          "(apex.amp), which ranks in C++ have not: train at level O1 in jobs of both languages");
+          "the last rank with data under join() is a Python program with master weights "
+          "(apex.amp), which C++ ranks do not have: use level O1 in jobs of both languages");
     }
     // A barrier: no rank continues, or exits, before every rank has received the broadcasts.
     all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
@@ -565,11 +565,9 @@ class DistributedDataParallel {
   void synchronize_buffers(int64_t root) {
     if (describe_buffers() != buffers_) {
       throw Error("rank " + std::to_string(process_group()->getRank()) +
-                  ": a buffer was added, removed, or has another shape or dtype than when the "
-                  "ranks compared theirs, "
-                  "so broadcast_buffers would mix up their values: make such changes on every "
-                  "rank, and construct the "
-                  "wrapper again");
+                  ": a buffer was added, removed, or changed its shape or dtype since the ranks "
+                  "compared their buffers, so broadcast_buffers would mix up values: make such "
+                  "changes on every rank, and construct the wrapper again");
     }
     std::vector<at::Tensor> buffers;
     for (const auto& item : module_->named_buffers()) {

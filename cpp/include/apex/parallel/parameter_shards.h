@@ -37,9 +37,10 @@ APEX_API std::vector<std::vector<ParameterPiece>> assign_shards(const std::vecto
                                                                 int64_t ranks, bool whole);
 
 /// Lets each rank of a group step a share of the parameters, and sends the result to every rank.
-/// ShardedOptimizer is built on it. Ranks of one host exchange the values through shared memory. A
-/// step consists of take_gradients(), the step of an optimizer that holds tensors(),
-/// drop_gradients() and publish(). Not thread safe.
+/// ShardedOptimizer is built on it. If all ranks are on one host, the storages of parameters on the
+/// CPU to which nothing else refers are moved into shared memory. A step consists of
+/// take_gradients(), the step of an optimizer that holds tensors(), drop_gradients() and publish().
+/// Not thread safe.
 class APEX_API ParameterShards {
  public:
   /// Verifies that all ranks hold the same parameters, and broadcasts them from rank 0. Collective;
@@ -60,6 +61,9 @@ class APEX_API ParameterShards {
   /// Collective, as the constructor. Not between take_gradients() and publish().
   void add(std::vector<NamedTensor> parameters, const std::vector<double>& costs);
 
+  /// All parameters, in the order in which they were given.
+  const std::vector<NamedTensor>& parameters() const;
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const;
   /// The pieces of each rank.
   const std::vector<std::vector<ParameterPiece>>& shards() const;
   /// The tensors that this rank steps, in the order of its pieces: a whole parameter is the
@@ -75,9 +79,10 @@ class APEX_API ParameterShards {
   void drop_gradients();
 
   /// Sends each rank's stepped share to all ranks. Afterwards this rank's parameters are those
-  /// after the step. If it throws, they are restored to their values before take_gradients(),
-  /// provided that they are on one device and were not written through .data() since the last
-  /// publish(). Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL).
+  /// after the step. If it throws, they are those from before take_gradients(), provided that they
+  /// are on one device and were not written through .data() since the last publish(). Where ranks
+  /// share memory they may instead be those after the step, and all ranks then agree. Collective.
+  /// Blocks the host (CPU), or is enqueued on the current stream (NCCL).
   /// @throws CommunicationError.
   void publish();
 

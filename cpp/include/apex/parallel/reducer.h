@@ -176,7 +176,7 @@ struct JoinEvent {
 /// Counters since construction. They show without a clock when a fast path is no longer taken.
 struct ReducerStatistics {
   int64_t backwards = 0;       ///< synchronized backwards that were completed
-  int64_t plans_learnt = 0;    ///< times the order was recorded and a plan agreed on
+  int64_t plans_recorded = 0;  ///< times the order was recorded and a plan agreed on
   int64_t plans_extended = 0;  ///< times parameters that had no gradient before were added
   // With one rank, buckets are launched and counted as with several ranks, but nothing is sent.
   int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
@@ -443,7 +443,10 @@ class APEX_API Reducer {
 
   /// Discards the plan; the next backward records a new one. Every rank has to make the same call,
   /// as for set_comm_hook().
-  void relearn();
+  void rebuild_buckets();
+
+  /// The former name of rebuild_buckets().
+  [[deprecated("renamed to rebuild_buckets()")]] void relearn() { rebuild_buckets(); }
 
   /// Drops the references to the process groups, which are destroyed with their last reference: a
   /// graph that keeps the reducer alive must not keep its groups. For the end of a process; not

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -14,7 +17,9 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <torch/types.h>
 
+#include <apex/error.h>
 #include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
 
@@ -27,6 +32,17 @@ constexpr bool steps_elementwise_v =
     std::is_same_v<Optim, torch::optim::SGD> || std::is_same_v<Optim, torch::optim::Adam> ||
     std::is_same_v<Optim, torch::optim::AdamW> || std::is_same_v<Optim, torch::optim::Adagrad> ||
     std::is_same_v<Optim, torch::optim::RMSprop>;
+
+namespace detail {
+
+/// Collective. Collects the state of the pieces of all ranks in `whole`, unless it is null.
+APEX_API void gather_optimizer_state(const ParameterShards& shards, torch::optim::Optimizer& mine,
+                                     torch::optim::Optimizer* whole,
+                                     const torch::optim::OptimizerParamState& prototype);
+APEX_API void take_optimizer_state(const ParameterShards& shards, torch::optim::Optimizer& mine,
+                                   const torch::optim::Optimizer& whole);
+
+}  // namespace detail
 
 /// An optimizer whose work and state are sharded over the ranks of a group. Each rank steps its
 /// share of the parameters and receives the other shares from the ranks that stepped them.
@@ -50,7 +66,7 @@ constexpr bool steps_elementwise_v =
 template <typename Optim>
 class ShardedOptimizer {
   static_assert(!std::is_same_v<Optim, torch::optim::LBFGS>,
-                "a step of LBFGS is one of all parameters and cannot be shared out");
+                "LBFGS steps all parameters together, so its state cannot be sharded");
 
  public:
   /// Collective; blocks the host. Broadcasts rank 0's parameters.
@@ -69,6 +85,9 @@ class ShardedOptimizer {
                    const std::vector<double>& costs = {}, bool whole = !steps_elementwise_v<Optim>)
       : parameters_(parameters),
         shards_(std::move(parameters), std::move(group), costs, whole),
+        make_([defaults](std::vector<at::Tensor> stepped) {
+          return std::make_unique<Optim>(std::move(stepped), defaults);
+        }),
         optimizer_(shards_.tensors(), std::move(defaults)) {}
 
   ShardedOptimizer(const ShardedOptimizer&) = delete;
@@ -77,8 +96,9 @@ class ShardedOptimizer {
   /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
   /// enqueued on the current stream (NCCL).
   /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws. The
-  ///         other ranks then throw CommunicationError. Parameters are restored to their values
-  ///         before the step, and the group cannot be used any more.
+  ///         other ranks then throw CommunicationError. Parameters are those from before the step,
+  ///         on ranks of one host possibly on all those after it. The group cannot be used any
+  ///         more.
   void step() {
     try {
       shards_.take_gradients();
@@ -109,13 +129,70 @@ class ShardedOptimizer {
     }
   }
 
+  /// Collects the state of all ranks in a plain optimizer of all parameters, for a checkpoint.
+  /// Collective; blocks the host.
+  ///
+  ///     auto whole = optimizer.whole();  // on every rank
+  ///     if (whole) torch::save(*whole, "optimizer.pt");
+  ///
+  /// @param to  the rank of the group that receives it; -1: every rank.
+  /// @returns null on other ranks.
+  /// @throws InvalidArgument if there is no such rank; CommunicationError.
+  std::unique_ptr<Optim> whole(int64_t to = 0) {
+    const auto& group = *shards_.group();
+    if (to < -1 || to >= group.getSize()) {
+      throw InvalidArgument("ShardedOptimizer::whole: there is no rank " + std::to_string(to) +
+                            ", only 0 to " + std::to_string(group.getSize() - 1));
+    }
+    std::unique_ptr<Optim> result;
+    if (to == -1 || to == group.getRank()) result = plain();
+    // The state of a step that changes nothing, for the type of the state.
+    const at::Tensor probe = torch::zeros({1});
+    probe.mutable_grad() = torch::zeros({1});
+    const auto of_probe = make_({probe});
+    options_are(*of_probe, options());
+    of_probe->step();
+    if (of_probe->state().empty()) return result;  // keeps no state
+    detail::gather_optimizer_state(shards_, optimizer_, result.get(),
+                                   *of_probe->state().begin()->second);
+    return result;
+  }
+
+  /// Takes this rank's share of the state of `whole`, which has the same parameters, and its
+  /// options. Not collective; each rank loads the same file, saved with any number of ranks:
+  ///
+  ///     auto whole = optimizer.plain();
+  ///     torch::load(*whole, "optimizer.pt");
+  ///     optimizer.load(*whole);
+  ///
+  /// @throws InvalidArgument if the state of a split parameter has another shape than the
+  ///         parameter. Nothing is changed then.
+  void load(const Optim& whole) {
+    detail::take_optimizer_state(shards_, optimizer_, whole);
+    options_are(optimizer_, whole.param_groups().front().options());
+  }
+
+  /// A plain optimizer of all parameters, with these options and without state.
+  std::unique_ptr<Optim> plain() {
+    std::vector<at::Tensor> all;
+    for (const NamedTensor& parameter : parameters_) all.push_back(parameter.tensor);
+    auto result = make_(std::move(all));
+    options_are(*result, options());
+    return result;
+  }
+
   /// The optimizer of this rank's share. Its options, which schedulers may change, have to be the
-  /// same on every rank. torch::save() of it holds this rank's state, to be loaded with the same
-  /// world size.
+  /// same on every rank.
   Optim& optimizer() { return optimizer_; }
   const ParameterShards& shards() const { return shards_; }
 
  private:
+  const torch::optim::OptimizerOptions& options() const {
+    return optimizer_.param_groups().front().options();
+  }
+  static void options_are(Optim& optimizer, const torch::optim::OptimizerOptions& options) {
+    optimizer.param_groups().front().set_options(options.clone());
+  }
   static std::vector<NamedTensor> named_parameters_of(const torch::nn::Module& module) {
     std::vector<NamedTensor> named;
     for (const auto& item : module.named_parameters()) named.push_back({item.key(), item.value()});
@@ -124,6 +201,7 @@ class ShardedOptimizer {
 
   std::vector<NamedTensor> parameters_;
   ParameterShards shards_;
+  std::function<std::unique_ptr<Optim>(std::vector<at::Tensor>)> make_;
   Optim optimizer_;
 };
 

@@ -47,8 +47,8 @@ class Join:
     def __enter__(self) -> Join:
         if joining.current() is not None or self._engine.join is not None:
             raise RuntimeError(
-                "join() inside join(): wrap the modules that are trained together in one "
-                "DistributedDataParallel, or train them in separate loops."
+                "join() was entered inside another join(): wrap modules that are trained together "
+                "in one DistributedDataParallel, or train them in separate loops."
             )
         self._reducer.begin_join(self._divide_by_initial_world_size)
         self._engine.join = self
@@ -86,8 +86,9 @@ class Join:
     def announce_batch_norm(self, module: Any) -> None:
         if module.process_group is not None:
             raise RuntimeError(
-                "SyncBatchNorm with a process_group of its own under join(): ranks without data "
-                "follow those that use the default communicator only."
+                "a SyncBatchNorm with its own process_group is not supported under join(), because "
+                "ranks without data take part only in layers of the default process group: "
+                "construct it without process_group."
             )
         self._reducer.announce(Kind.CUSTOM, 4 * module.num_features)
 
@@ -98,9 +99,10 @@ class Join:
         known = [index for index, one in enumerate(self._all_scalers()) if one is scaler]
         if not known or ranks_of(group) != ranks_of(self._group):
             raise RuntimeError(
-                "a dynamic loss scaler that combines its overflow flags under join() has to be one "
-                "of amp.initialize() or of join(scalers=[...]), over the ranks of the wrapper's "
-                "process group: the ranks without data follow no other."
+                "a dynamic loss scaler that combines its overflow flags under join() must come "
+                "from amp.initialize() or be passed to join(scalers=[...]), and use the ranks of "
+                "the wrapper's process group: ranks without data do not take part for any other "
+                "scaler."
             )
         self._reducer.announce(Kind.CUSTOM, -1 - known[0])
 
@@ -111,9 +113,9 @@ class Join:
         if self._throws and len(active) < self._engine.world_size:
             ended = sorted(set(range(self._engine.world_size)) - set(active))
             raise RuntimeError(
-                f"rank {self._group.rank()}: ranks {ended} have run out of "
-                "data, and join(throw_on_early_termination=True) asked to be told. (Detected at "
-                "least one rank that exhausted inputs.)"
+                f"rank {self._group.rank()}: ranks {ended} have run out of data, and join() was "
+                "called with throw_on_early_termination=True. (Detected at least one rank that "
+                "exhausted inputs.)"
             )
 
     # --- after this rank has run out of data ---

@@ -68,14 +68,17 @@ class TorchJoin(Join):
             return
         if not config.is_first_joinable:
             raise ValueError(
-                "Join([...]): give the DistributedDataParallel first, and only one, since its "
-                "forward begins an iteration. Wrap modules that are trained together in one; "
-                "optimizers come after it."
+                "Join([...]) takes only one DistributedDataParallel, as its first element, because "
+                "the wrapper's forward begins an iteration: wrap modules that are trained together "
+                "in one DistributedDataParallel, and list optimizers after it."
             )
         if isinstance(engine.join, TorchJoin):
             engine.join.end()  # an exception ended that Join, and its object still exists
         elif engine.join is not None:
-            raise RuntimeError("torch's Join inside join(): use one of them.")
+            raise RuntimeError(
+                "torch's Join was entered inside DistributedDataParallel.join(): "
+                "use only one of them."
+            )
         self.config = config
         engine.join = self
 
@@ -92,19 +95,19 @@ class TorchJoin(Join):
         if not self._announces:
             if self._wrapper.check_reduction:
                 raise RuntimeError(
-                    "no_sync() with check_reduction=True under torch's Join: ranks without data "
-                    "do not see these forwards, and would be taken to have skipped them. Use "
-                    "DistributedDataParallel.join()."
+                    "no_sync() with check_reduction=True is not supported under torch's Join: "
+                    "ranks without data do not receive these forwards, so the check would report "
+                    "them as skipped. Use DistributedDataParallel.join()."
                 )
             reducer.end_join()
             return 0
         backwards = reducer.statistics()["backwards"]
         if self._backwards is not None and backwards != self._backwards + 1:
             raise RuntimeError(
-                f"rank {self._group.rank()}: {backwards - self._backwards} "
-                "synchronized backwards after the last forward; under torch's Join each forward "
-                "with gradients, outside no_sync(), is followed by one, which ranks without data "
-                "follow. DistributedDataParallel.join() takes any number."
+                f"rank {self._group.rank()}: {backwards - self._backwards} synchronized backwards "
+                "ran after the last forward, but torch's Join expects exactly one after each "
+                "forward with gradients outside no_sync(). Use DistributedDataParallel.join(), "
+                "which takes any number."
             )
         self._backwards = None
         work = torch_join.Join.notify_join_context(self._wrapper)
@@ -117,16 +120,16 @@ class TorchJoin(Join):
     def announce_batch_norm(self, module: Any) -> None:
         if not self._announces:
             raise RuntimeError(
-                "SyncBatchNorm in no_sync() under torch's Join: ranks without data follow "
-                "synchronized forwards only. DistributedDataParallel.join() covers it."
+                "SyncBatchNorm in no_sync() is not supported under torch's Join: ranks without "
+                "data take part only in synchronized forwards. Use DistributedDataParallel.join()."
             )
         super().announce_batch_norm(module)
 
     def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
         raise RuntimeError(
-            "amp's dynamic loss scale under torch's Join: ranks without data do not see that its "
-            "overflow flags are combined. Use DistributedDataParallel.join(), or "
-            "amp.initialize(overflow_group=False)."
+            "amp's dynamic loss scale is not supported under torch's Join: ranks without data do "
+            "not take part when its overflow flags are combined. Use "
+            "DistributedDataParallel.join(), or amp.initialize(overflow_group=False)."
         )
 
     # --- after this rank has run out of data ---

@@ -85,9 +85,9 @@ class ApexStrategy(DDPStrategy):
         unknown = sorted(set(kwargs) - _OPTIONS - _OF_LIGHTNING)
         if unknown:
             raise TypeError(
-                f"ApexStrategy has no option {unknown[0]!r}: it takes those of Lightning's "
-                "DDPStrategy, and those of apex.parallel.DistributedDataParallel but for the "
-                "module, its devices and the process group, which the Trainer chooses."
+                f"ApexStrategy has no option {unknown[0]!r}: it takes the options of Lightning's "
+                "DDPStrategy and of apex.parallel.DistributedDataParallel, except the module, its "
+                "devices and the process group, which the Trainer chooses."
             )
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k in _OF_LIGHTNING})
         self._wrapper_options = {k: v for k, v in kwargs.items() if k in _OPTIONS}

@@ -96,8 +96,9 @@ class WeightedTrainer(Trainer):
             or self.args.n_gpu > 1
         ):
             raise ValueError(
-                "WeightedTrainer is for data parallelism with one device per process: remove FSDP, "
-                "DeepSpeed and parallelism_config, and start one process for each GPU (torchrun)."
+                "WeightedTrainer supports only data parallelism with one device per process: "
+                "remove FSDP, DeepSpeed and parallelism_config, and start one process for each GPU "
+                "(torchrun)."
             )
         # The Trainer constructs its Accelerator itself, from arguments that it does not keep.
         self.accelerator.__class__ = _Accelerator

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// The parameters of a sharded optimizer on the CPU, in memory that the ranks of a host share.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <apex/parallel/parameter_shards.h>
+
+namespace apex::parallel {
+
+/// The bytes of a piece of `parameter`, a tensor without gaps in its memory.
+at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece);
+
+// Note [Parameters in shared memory]
+//
+// Every rank has its own copy of all parameters, in memory that the other ranks can read. A rank
+// steps its own pieces where they are. When all ranks have done so, each rank copies the others'
+// pieces directly from their memory, which is the only copy of a step. (One copy of the parameters
+// for all ranks would save even that, but a late rank still reads old values in its backward, and a
+// change that every rank makes to its parameters would be made several times.)
+//
+// Until a rank copies, it has the old values of the other ranks' pieces. They are how a step is
+// undone if a rank fails or ends: the memory of an ended process stays mapped. This requires that
+// no rank changes its parameters in any other way from then on. So before its step a rank checks
+// whether all others have begun theirs, and if one is late, it copies its own pieces. And a rank
+// that fails waits until the others have restored theirs. The ranks also have to agree on whether a
+// step is complete. All this is settled in shared memory (Control):
+//
+// - `outcome`, one for all ranks, is set once for each step, by the first rank that finds that all
+//   have stepped, or that gives the step up. A rank whose collective fails follows it, so all
+//   surviving ranks end with the parameters from before the step, or all with those after it.
+// - `changing` is set while a rank is in a step: it may need the memory of the others, and changes
+//   its own pieces only.
+// - `begun` is the last step that a rank has begun.
+//
+// The second collective of a step tells each rank that its pieces have been copied.
+//
+// The storage of a parameter is moved into shared memory if nothing but the parameter refers to it.
+// Otherwise, and after the program has replaced the memory of a parameter, the parameter is copied
+// to and from its place there.
+//
+// A forked process has its own copy of the parameters: see HostMemory::allocate_private_in_forks().
+
+/// Used by ParameterShards. Steps are numbered from 1. Not thread safe.
+class SharedParameters {
+ public:
+  using Pieces = std::vector<std::vector<ParameterPiece>>;
+
+  /// Collective; blocks the host. All ranks of `group` share memory.
+  explicit SharedParameters(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ~SharedParameters();
+  SharedParameters(const SharedParameters&) = delete;
+  SharedParameters& operator=(const SharedParameters&) = delete;
+
+  /// Moves `parameters`, whose values are the same on all ranks, into shared memory. Collective;
+  /// blocks the host.
+  /// @param pieces  by rank; `parameter` is an index into `parameters`.
+  void add(const std::vector<at::Tensor>& parameters, const Pieces& pieces);
+
+  /// Finds out which parameters are in shared memory now. Call it when the memory of one was
+  /// replaced.
+  void find_memory();
+
+  /// Call it before this rank changes its pieces in step `number`.
+  /// @param changed  whether they were changed since the last step.
+  /// @throws CommunicationError if another rank has given that step up.
+  void begin(int64_t number, const std::string& what, bool changed);
+
+  /// Sends this rank's pieces and receives the others'. Collective; blocks the host. If it throws,
+  /// call give_up().
+  /// @throws CommunicationError.
+  void exchange(int64_t number, const std::string& what);
+
+  /// Gives step `number` up. If this rank has begun it, restores its pieces to their values from
+  /// before it, or receives the others' pieces if the ranks have agreed that it is complete.
+  void give_up(int64_t number);
+  /// Waits until no other running rank needs this rank's parameters for step `number`, for some
+  /// seconds at most. Call it when the other ranks were notified of a failure.
+  void wait_for_others(int64_t number) const;
+
+ private:
+  struct Control;
+  struct Arena;
+  struct Copied;
+
+  Control& control(size_t rank) const;
+  bool decide(int64_t number, bool complete);
+  bool all_have_begun(uint64_t number) const;
+  void save();
+  void receive();
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const size_t rank_, size_;
+  std::vector<at::Tensor> controls_;  ///< by rank
+  std::vector<Arena> arenas_;         ///< one per add()
+  /// By rank, its pieces of parameters that are not in shared memory, with their places there.
+  std::vector<Copied> copied_;
+  /// The bytes of this rank's pieces from before the step in progress, one after another, if
+  /// `is_saved_`; otherwise the other ranks have them. Allocated when it is first needed.
+  at::Tensor saved_;
+  bool is_saved_ = false;
+};
+
+}  // namespace apex::parallel
