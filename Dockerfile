@@ -28,7 +28,8 @@ RUN CMAKE_BUILD_PARALLEL_LEVEL=${JOBS} SKBUILD_CMAKE_DEFINE="APEX_UNITY_BUILD=ON
 FROM python:${PYTHON}-slim-bookworm
 COPY --from=build /usr/local /usr/local
 COPY examples /examples
-RUN useradd --create-home apex
+# Examples and the demo write into the folder they are started in.
+RUN useradd --create-home apex && chown -R apex /examples
 USER apex
 WORKDIR /examples
 CMD ["python", "-m", "apex.demo"]

@@ -3,7 +3,8 @@
 
 The demo takes about fifteen seconds and needs no GPU. It shows what rank 0 reports when rank 1 is
 slightly slow in every step, when it is late once, and when it is killed. It writes a trace and, if
-matplotlib is installed, a picture of a slow step into the current folder.
+matplotlib is installed, a picture of a slow step into the current folder, or into the folder for
+temporary files if the current one cannot be written to.
 """
 
 from __future__ import annotations
@@ -90,11 +91,13 @@ def _run(rank: int, store: str) -> None:
         _train(model, 1)
         report = model.overlap_report()
         assert report is not None
-        report.save_trace(TRACE, group=dist.group.WORLD)
-        written = f"{TRACE} (open it in https://ui.perfetto.dev)"
+        folder = "" if os.access(os.curdir, os.W_OK) else tempfile.gettempdir()
+        trace, picture = os.path.join(folder, TRACE), os.path.join(folder, PICTURE)
+        report.save_trace(trace, group=dist.group.WORLD)
+        written = f"{trace} (open it in https://ui.perfetto.dev)"
         with contextlib.suppress(ImportError):  # without matplotlib
-            report.plot(PICTURE, group=dist.group.WORLD)
-            written += f", {PICTURE}"
+            report.plot(picture, group=dist.group.WORLD)
+            written += f", {picture}"
         if rank == 0:
             print(f"written: {written}", flush=True)
     with _chapter(rank, f"rank 1 is late: reported after {STALL_S:g} s (default: 10)"):

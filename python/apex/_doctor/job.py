@@ -29,6 +29,7 @@ from apex._doctor.case import Case, ranks_text
 from apex._doctor.facts import Facts
 from apex._doctor.rules import PREVENTS_GLOO
 from apex._doctor.self_test import SelfTest
+from apex._internal.objects import all_gather_object
 
 #: On one host, all pairs are measured up to this number of ranks. Beyond it, none is.
 MOST_LOCAL_RANKS = 8
@@ -357,9 +358,7 @@ def _measure_rounds(rounds: Rounds, found: dict[pairs.Ranks, pairs.Pair]) -> Non
     for one in rounds:
         dist.barrier()
         mine += [measure.pair(ranks) for ranks in one if rank in ranks]
-    gathered: list[list[pairs.Pair]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    for pair in itertools.chain(*gathered):
+    for pair in itertools.chain(*all_gather_object(mine)):
         found[pair.ranks] = pairs.better(pair, found.get(pair.ranks, pair))
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 
 from apex import _core
+from apex._internal.objects import all_gather_object
 
 
 def world_group() -> dist.ProcessGroup:
@@ -146,8 +147,7 @@ def _require_same_count(group: dist.ProcessGroup) -> None:
     """Raise unless all ranks of ``group`` are members of the same number of groups. torch names a
     group that only its ranks create by that number. With different numbers, ranks would wait for
     each other under different names."""
-    counts: list[Any] = [None] * group.size()
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    counts = all_gather_object(len(dist.distributed_c10d._world.pg_names), group)
     if len(set(counts)) > 1:
         raise ValueError(
             "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "

@@ -4,20 +4,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch.distributed as dist
 
 from apex._internal.host import boot_of_host
+from apex._internal.objects import all_gather_object
 
 _ROUNDS = 16
-
-
-def all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of `group`. Collective."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def offset_to_first_rank(group: dist.ProcessGroup) -> float:
@@ -27,14 +20,14 @@ def offset_to_first_rank(group: dist.ProcessGroup) -> float:
     Collective.
     """
     # Processes on one running kernel share its monotonic clock.
-    if len(set(all_gather(boot_of_host(), group))) == 1:
+    if len(set(all_gather_object(boot_of_host(), group))) == 1:
         return 0.0
     rounds = []
     for _ in range(_ROUNDS):
         entered = time.perf_counter()
-        all_gather(None, group)
+        all_gather_object(None, group)
         rounds.append((entered, time.perf_counter()))
-    of_ranks = all_gather(rounds, group)
+    of_ranks = all_gather_object(rounds, group)
     return clock_offset(of_ranks[0], of_ranks[dist.get_rank(group)])
 
 

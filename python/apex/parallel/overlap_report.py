@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from apex._internal.objects import all_gather_object
 from apex.parallel import _plots
-from apex.parallel._clocks import all_gather, offset_to_first_rank
+from apex.parallel._clocks import offset_to_first_rank
 from apex.parallel._timeline import Span
 from apex.parallel._trace import Trace, rows_of
 
@@ -138,7 +139,7 @@ class OverlapReport:
             return [self]
         began_s = self.began_s + offset_to_first_rank(group)
         mine = replace(self, rank=dist.get_rank(group), began_s=began_s)
-        reports: list[OverlapReport] = all_gather(mine, group)
+        reports: list[OverlapReport] = all_gather_object(mine, group)
         return reports if dist.get_rank(group) == 0 else []
 
 

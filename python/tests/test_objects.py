@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A collective of Python objects, with and without NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_support import RankPool
+from torch import Tensor
+
+from apex._internal.objects import all_gather_object
+from apex.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
+
+
+def _no_numpy(*_: Any) -> Any:
+    raise RuntimeError("Numpy is not available")
+
+
+def _gather(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    with mock.patch.object(Tensor, "numpy", _no_numpy):
+        everything = all_gather_object({"rank": rank, "text": "é" * 100 * rank})
+        pair = dist.new_group([0, 2])
+        return everything, all_gather_object((rank, None), pair) if rank != 1 else []
+
+
+def _trace(rank: int, world: int, path: str) -> None:
+    with mock.patch.object(Tensor, "numpy", _no_numpy):
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        model.record_overlap()
+        model(torch.randn(2, 4)).sum().backward()
+        report = model.overlap_report()
+        assert report is not None
+        report.save_trace(path, group=dist.group.WORLD)
+
+
+def test_objects_of_different_sizes_reach_every_rank_without_numpy(ranks: RankPool) -> None:
+    everything = [{"rank": rank, "text": "é" * 100 * rank} for rank in range(3)]
+    pair = [(0, None), (2, None)]
+    assert ranks.run(3, _gather) == [(everything, pair), (everything, []), (everything, pair)]
+
+
+def test_trace_of_all_ranks_without_numpy(ranks: RankPool, tmp_path: Any) -> None:
+    ranks.run(2, _trace, str(tmp_path / "trace.json"))
+    assert (tmp_path / "trace.json").is_file()
