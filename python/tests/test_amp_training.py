@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amp_support import DEVICES, fresh_amp  # noqa: F401
+from ddp_support import require
 from torch import nn
 
 from apex import amp
 
-sklearn_datasets = pytest.importorskip("sklearn.datasets")
+require("sklearn")
 
 EPOCHS = 8
 BATCH = 150
@@ -44,7 +45,9 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    data = sklearn_datasets.load_digits()
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(data.target)
     return images[:1500], labels[:1500], images[1500:], labels[1500:]

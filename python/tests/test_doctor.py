@@ -22,11 +22,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
 from ddp_support import free_port
 from doctor_support import a_case, a_rank, all_reduces, in_order
 from sync_batch_norm_support import DEVICES
 from torch import Tensor
-from warm import run_script_on_ranks
+from warm import run_script, run_script_on_ranks
 
 from apex import doctor
 from apex._doctor import here, job, pairs, report, rules, self_test
@@ -81,13 +82,17 @@ def test_self_test_of_wrong_kernels_fails(
 # --- two processes here ---
 
 
-def run_doctor(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+def without_a_launcher() -> dict[str, str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         environment.pop(name, None)
+    return environment
+
+
+def run_doctor(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
-        env=environment,
+        env=without_a_launcher(),
         cwd="/",
         capture_output=True,
         text=True,
@@ -219,9 +224,11 @@ def run_job(
 
 
 @pytest.mark.processes
-def test_job_by_torchrun_prints_once_with_every_pair() -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    done = run_doctor(*run, "-m", "apex.doctor", PET_LOCAL_ADDR="localhost")
+def test_job_by_torchrun_prints_once_with_every_pair(tmp_path: Path) -> None:
+    options = ["--standalone", "--local-addr=localhost", "--nproc-per-node=3"]
+    command = [torch.distributed.run.__file__, *options, "-m", "apex.doctor"]
+    place = {"cwd": tmp_path, "env": without_a_launcher(), "timeout_s": 120}
+    done = run_script(*command, **place, forks_ranks=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("apex.doctor on 3 ranks of 1 host; rank 0 is on ") == 1
     assert re.findall(r"^  (\d - \d) +\d+ us  +\d+\.\d\d GB/s", done.stdout, re.M) == [

@@ -21,11 +21,10 @@ import torch
 import torch.distributed.launch
 import torch.distributed.run
 import warm
-from ddp_support import free_port
+from ddp_support import free_port, require
 from warm import run_script, run_script_on_ranks
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+require("sklearn", "tqdm")
 
 MAIN = Path(__file__).resolve().parents[2] / "examples" / "mnist" / "main.py"
 RANKS = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]

@@ -22,14 +22,13 @@ import pytest
 import torch
 import torch.distributed.launch
 import torch.distributed.run
-from ddp_support import free_port
+from ddp_support import free_port, require
 from examples_support import EXAMPLES, TIMEOUT_S, assert_one_sentence, environment, run, train
 from warm import run_script
 
 from apex.parallel import multiproc
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+require("sklearn", "tqdm")
 
 STANDALONE = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
 LAUNCHERS = {
