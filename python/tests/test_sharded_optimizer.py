@@ -292,10 +292,12 @@ def _raises(rank: int, world: int, how: str) -> None:
             p.data = p.data * 2
     before = [p.detach().clone() for p in everything]
 
-    def closure() -> None:
+    def closure(*_: Any) -> None:
         if rank == 1:
             raise ArithmeticError("no more numbers")
 
+    if how == "pre-hook":
+        failing.register_step_pre_hook(closure)
     begin = time.monotonic()
     with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
         if how == "closure":
@@ -307,7 +309,7 @@ def _raises(rank: int, world: int, how: str) -> None:
         check_equal(p.detach(), old, "parameters")
 
 
-@pytest.mark.parametrize("how", ["step", "closure", "added", "changed"])
+@pytest.mark.parametrize("how", ["step", "closure", "pre-hook", "added", "changed"])
 def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(
     ranks: RankPool, how: str
 ) -> None:

@@ -254,6 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # the groups' settings that go with _whole_state
         self._whole_settings: list[dict[str, Any]] = []
         self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
+        self._in_pre_hooks = False
         super().__init__(params, dict(defaults))
         self._share_out()
 
@@ -357,6 +358,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # --- steps ---
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's wrapper of step(), which runs the hooks around `func`. If a pre-hook raises, the
+        other ranks are notified."""
+        hooked = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(hooked)
+        def step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            self._in_pre_hooks = True
+            try:
+                return hooked(self, *args, **kwargs)
+            except BaseException as error:
+                if self._in_pre_hooks:
+                    self._give_up(error)
+                raise
+
+        return step
+
+    def _give_up(self, error: BaseException) -> None:
+        self._shares.core.give_up(f"{type(error).__name__}: {error}")
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's pieces and receive the others'. Collective; blocks the host.
 
@@ -373,13 +395,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: for a sparse gradient, or a parameter whose dtype or device has changed.
             RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
+        self._in_pre_hooks = False
         if joining.current() is not None:
             raise RuntimeError(
                 "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
                 "of data: use the plain optimizer there."
             )
         result = None
-        core = self._shares.core
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -396,7 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finally:
                 core.drop_gradients()
         except BaseException as error:
-            core.give_up(f"{type(error).__name__}: {error}")
+            self._give_up(error)
             raise
         core.publish()
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
