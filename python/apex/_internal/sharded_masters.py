@@ -43,6 +43,7 @@ class ShardedMaster(torch.nn.Parameter):
     span: tuple[int, int]
     #: The float32 values of this rank's piece, if it has one.
     piece: Tensor | None
+    made: int
     #: The value for a state dict, while that is created.
     saved: Tensor | None
 
@@ -50,7 +51,16 @@ class ShardedMaster(torch.nn.Parameter):
         values = torch.full((), float("nan"), device=parameter.device).expand(parameter.shape)
         self: Any = super().__new__(cls, values, requires_grad=True)
         self.parameter, self.read, self.piece, self.saved = parameter, read, None, None
+        self.made = self._version
         return self  # type: ignore[no-any-return]
+
+    def refuse_written(self) -> None:
+        """Raise RuntimeError if the script has written to it."""
+        if self._version != self.made:
+            raise RuntimeError(
+                "a master weight has been written, and each rank has only a piece of it: change "
+                "the model's parameter before the first step, or leave out shard_master_weights."
+            )
 
     def part(self, value: Tensor) -> Tensor:
         """This rank's piece of `value`. Pieces are returned unchanged."""
@@ -69,15 +79,6 @@ class ShardedMaster(torch.nn.Parameter):
         """Copy values that were loaded, or written to the parameter, into the piece."""
         if self.piece is not None:
             self.piece.copy_(self.read(self.part, self.piece.detach()))
-
-    def take_gradient(self) -> None:
-        """Give the piece its part of the gradient."""
-        assert self.piece is not None
-        self.piece.grad = None if self.grad is None else self.part(self.grad)
-
-    def drop_gradient(self) -> None:
-        assert self.piece is not None
-        self.piece.grad = None
 
 
 def published(parameter: Tensor) -> Tensor:

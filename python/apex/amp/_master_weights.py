@@ -120,6 +120,9 @@ class MasterWeights:
                 record.note_agreement(param)
 
     def refuse_changed_masters(self) -> None:
+        for master, _, _ in self._model_of.values():
+            if isinstance(master, ShardedMaster):
+                master.refuse_written()
         if any(record.master_changed() for _, _, record in self._model_of.values()):
             raise RuntimeError(
                 f"{this_rank()}the master weights of {type(self._optimizer).__name__} were "
@@ -146,7 +149,8 @@ class MasterWeights:
                 index: value
                 for index, (param, master) in self._by_index().items()
                 if master is not None or record_of(param).restored is not None
-                if (value := full_value(param) if master is None else saved_value(master)) is not None
+                if (value := full_value(param) if master is None else saved_value(master))
+                is not None
             }
 
     def load_masters(self, state: dict[str, Any]) -> None:

@@ -101,8 +101,8 @@ class _Shares:
         self.kinds: list[tuple[Any, ...]] = []
         #: What this rank steps, each with its piece.
         self.own: list[tuple[Tensor, Piece]] = []
-        #: Sharded master weights of which this rank has a piece, and what that is rounded into.
-        self.masters: list[tuple[ShardedMaster, Tensor]] = []
+        #: Sharded master weights, this rank's pieces of them, and what these are rounded into.
+        self.masters: list[tuple[ShardedMaster, Tensor, Tensor]] = []
 
     def add(self, groups: list[dict[str, Any]]) -> None:
         """Shard the parameters of these groups separately. Collective."""
@@ -127,8 +127,9 @@ class _Shares:
         for tensor, piece in zip(self.core.tensors()[known:], pieces[known:], strict=True):
             master = self.given[piece[0]]
             if isinstance(master, ShardedMaster):
-                self.masters.append((master, tensor))
-                tensor = master.hold(piece[1:])
+                held = master.hold(piece[1:])
+                self.masters.append((master, held, tensor))
+                tensor = held
             self.own.append((tensor, piece))
 
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -140,17 +141,19 @@ class _Shares:
         """Step this rank's pieces."""
         self.core.take_gradients()
         try:
-            for master, _ in self.masters:
-                master.take_gradient()
+            for master, held, _ in self.masters:
+                held.grad = None if master.grad is None else master.part(master.grad)
             inner.step()
             if self.masters:
                 with torch.no_grad():
-                    rounded = [tensor for _, tensor in self.masters]
-                    torch._foreach_copy_(rounded, [master.piece for master, _ in self.masters])
+                    torch._foreach_copy_(
+                        [rounded for _, _, rounded in self.masters],
+                        [held for _, held, _ in self.masters],
+                    )
         finally:
             self.core.drop_gradients()
-            for master, _ in self.masters:
-                master.drop_gradient()
+            for _, held, _ in self.masters:
+                held.grad = None
 
 
 def _kind_of(parameter: Tensor) -> tuple[Any, ...]:
@@ -270,6 +273,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             process_group = ddp.process_group
         self._optimizer_class = optimizer_class
         self._group = require_group(process_group, "ShardedOptimizer")
+        if not isinstance(shard_master_weights, bool):
+            raise TypeError(
+                "shard_master_weights must be True or False, got "
+                f"{type(shard_master_weights).__name__}."
+            )
         if not isinstance(whole_parameters, (bool, type(None))):
             raise TypeError(
                 "whole_parameters must be True, False or None, got "
@@ -575,9 +583,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         masters = {i: p for i, p in enumerate(given) if isinstance(p, ShardedMaster)}
         for i, master in masters.items():
             master.saved = held.get(i, {}).get(MASTER_WEIGHTS)
-        states = {
-            i: {k: v for k, v in of.items() if k != MASTER_WEIGHTS} for i, of in held.items()
-        }
+        states = {i: {k: v for k, v in of.items() if k != MASTER_WEIGHTS} for i, of in held.items()}
         result: dict[str, Any] = {
             "state": {i: state for i, state in states.items() if state},
             "param_groups": groups,
