@@ -89,7 +89,7 @@ class Run:
                     grad = (torch.randn_like(p, dtype=torch.float32) * float(loss) / 64).to(p.dtype)
                     p.grad = grad if p.grad is None else p.grad + grad
             if overflow:
-                self.net[0].weight.grad[0] = float("inf")
+                next(p for p in self.net.parameters() if p.grad is not None).grad.fill_(torch.inf)
 
     def step(self, step: int, clip: float = 0.0) -> None:
         if clip:
@@ -186,17 +186,30 @@ def _saves(rank: int, world: int, folder: str) -> None:
 
 
 def _resumes(rank: int, world: int, folder: str) -> None:
-    """With other ranks, by three ways of loading; the model before or after the optimizer."""
+    """With other ranks, by three ways of loading; the model before or after the optimizer.
+
+    One rank would have started from the values before the cast. So its plain optimizer loads, too.
+    """
     file = torch.load(f"{folder}/whole.pt", weights_only=False)
     plain = Run("adamw", torch.float16)
-    for step in range(3):
-        plain.backward(step)
-        plain.step(step)
+    if world > 1:
+        for step in range(3):
+            plain.backward(step)
+            plain.step(step)
+    else:
+        plain.net.load_state_dict(file["model"])
+        plain.optimizer.load_state_dict(copy.deepcopy(file["optimizer"]))
+        for scaler in plain.optimizer._amp_stash.scalers:
+            scaler.load_state_dict(file["amp"]["loss_scaler0"])
     runs = [Run("adamw", torch.float16, dist.group.WORLD) for _ in range(3)]
     runs[0].net.load_state_dict(file["model"])
     runs[0].optimizer.load_state_dict(copy.deepcopy(file["optimizer"]))
-    runs[1].optimizer.load_sharded_state_dict(folder)
-    runs[1].net.load_state_dict(file["model"])
+    first = runs[1].net if world == 1 else runs[1].optimizer  # one rank takes what comes last
+    for part in (first, runs[1].net if world > 1 else runs[1].optimizer):
+        if part is runs[1].net:
+            part.load_state_dict(file["model"])
+        else:
+            part.load_sharded_state_dict(folder)
     runs[2].net.load_state_dict(file["model"])
     runs[2].optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
     again = Run("adamw", torch.float16)  # the plain optimizer loads the sharded one's
@@ -301,7 +314,7 @@ def _memory(rank: int, world: int, shard: bool) -> None:
     optimizer: Any = ShardedOptimizer(
         net.parameters(), torch.optim.AdamW, shard_master_weights=shard
     )
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
     for _ in range(2):
         with amp.scale_loss(net(torch.ones(2, 600)).sum(), optimizer) as loss:
             loss.backward()
@@ -352,6 +365,7 @@ def _program(rank: int, world: int, folder: str, pick: random.Random) -> None:
         event = pick.choice(["", "", "resume", "dcp", "add", "freeze", "write"])
         if event in ("resume", "dcp") and not added:
             mine = _resumed(mine, plain, name, dtype, f"{folder}.{step}" if event == "dcp" else "")
+        written = {k: v.to(dtype).float() * 1.5 for k, v in mine.net.state_dict().items()}
         for run in (mine, plain):
             if event == "add" and name != "muon":
                 extra = nn.Parameter(torch.full((70, 70), 0.3, dtype=pick.choice([dtype] * 2)))
@@ -361,7 +375,7 @@ def _program(rank: int, world: int, folder: str, pick: random.Random) -> None:
                 run.net[0].weight.requires_grad_(not run.net[0].weight.requires_grad)
                 run.net[0].weight.grad = None
             if event == "write":
-                run.net.load_state_dict({k: v * 1.5 for k, v in run.net.state_dict().items()})
+                run.net.load_state_dict(written)
             for number, delay in zip(earlier, delayed, strict=True):
                 run.backward(number, delay_unscale=delay)
             run.backward(step, overflow=overflow)
