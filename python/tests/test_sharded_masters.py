@@ -210,7 +210,7 @@ def _resumes(rank: int, world: int, folder: str) -> None:
             part.load_state_dict(file["model"])
         else:
             part.load_sharded_state_dict(folder)
-    runs[2].net.load_state_dict(file["model"])
+    runs[2].net.load_state_dict(plain.net.state_dict())
     runs[2].optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
     again = Run("adamw", torch.float16)  # the plain optimizer loads the sharded one's
     again.net.load_state_dict(file["model"])
@@ -248,6 +248,9 @@ def _grows(rank: int, world: int) -> None:
             if step == 4:  # as if a checkpoint of the model had been loaded
                 state = run.net.state_dict()
                 run.net.load_state_dict({k: v.half().float() * 2 for k, v in state.items()})
+            if step == 3:
+                last = next(m for m in run.net if isinstance(m, nn.Linear) and m.in_features == 5)
+                last.requires_grad_(True)
             run.backward(step)
             run.step(step)
         _check_as(*runs, f"step {step}")

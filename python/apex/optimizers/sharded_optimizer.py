@@ -132,6 +132,18 @@ class _Shares:
                 tensor = held
             self.own.append((tensor, piece))
 
+    def take_master(self, index: int, master: ShardedMaster, inner: torch.optim.Optimizer) -> None:
+        """Step `master` in place of parameter `index`, which has no state yet."""
+        self.given[index] = master
+        for i, (tensor, piece) in enumerate(self.own):
+            if piece[0] != index:
+                continue
+            held = master.hold(piece[1:])
+            self.masters.append((master, held, tensor))
+            self.own[i] = (held, piece)
+            for group in inner.param_groups:
+                group["params"] = [held if p is tensor else p for p in group["params"]]
+
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The tensors of these parameters that this rank steps, in their order."""
         wanted = {id(p) for p in parameters}
@@ -394,8 +406,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Shard replaced parameters again, if nothing has been stepped yet."""
-        held = self._shares.given
+        shares = self._shares
+        held = shares.given
         given = [p for group in self.param_groups for p in group["params"]]
+        if self._has_state:  # a parameter that was frozen gets its master weight later
+            for i, (old, new) in enumerate(zip(held, given, strict=False)):
+                if isinstance(new, ShardedMaster) and new.parameter is old:
+                    shares.take_master(i, new, self.optim)
         same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
         kinds = [_kind_of(p) for p in self._shares.parameters]
         if same and (self._has_state or self._shares.kinds == kinds):
