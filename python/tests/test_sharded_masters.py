@@ -103,8 +103,9 @@ def _check_as(mine: Run, other: Run, what: str) -> None:
         check_equal(p.detach(), q.detach(), f"{what}: {name}")
     check_same_on_all_ranks([p.detach() for p in mine.net.parameters()], what)
     for a, b in zip(mine.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-        a, b = (sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in (a, b))
-        check_equal(a, b, f"{what}: settings")
+        for key, value in b.items():  # torch adds settings after a load
+            if key != "params":
+                check_equal(repr(a[key]), repr(value), f"{what}: {key}")
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Any]]:
