@@ -11,10 +11,13 @@ import contextlib
 import copy
 import functools
 import random
+import shutil
+import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_support import check, check_equal, check_same_on_all_ranks, host_channel
 from torch import Tensor, nn
 
@@ -241,7 +244,7 @@ class Pair:
 
 
 def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
-    """Resume with an optimizer of other ranks, from a state dict of either optimizer."""
+    """Resume with an optimizer of other ranks, from a state dict of either, or from pieces."""
     pick = pair.case.pick
     pair.sharded.consolidate_state_dict(to=None)
     state = pair.sharded.state_dict()
@@ -253,8 +256,11 @@ def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
         state = copy.deepcopy(pair.plain.state_dict())
     pair.plain = fresh
     first = pick.randrange(world) + 1
-    pair.sharded = pair.make(group=groups[first - 1][0 if rank < first else 1])
-    pair.sharded.load_state_dict(state)
+    old, pair.sharded = pair.sharded, pair.make(group=groups[first - 1][0 if rank < first else 1])
+    if pick.random() < 0.4:
+        _through_pieces(old, pair.sharded, rank)
+    else:
+        pair.sharded.load_state_dict(state)
     for i, optimizer in enumerate((pair.sharded, pair.plain)):
         if pair.schedulers:
             old = pair.schedulers[i].state_dict()
@@ -262,6 +268,20 @@ def _resume(pair: Pair, rank: int, world: int, groups: list[list[Any]]) -> None:
             pair.schedulers[i].load_state_dict(old)
             for group, lr in zip(optimizer.param_groups, old["_last_lr"], strict=True):
                 group["lr"] = lr
+
+
+def _through_pieces(old: ShardedOptimizer, new: ShardedOptimizer, rank: int) -> None:
+    """Let the ranks of rank 0's optimizer save their pieces, and all ranks load theirs."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    if 0 in dist.get_process_group_ranks(old._group):
+        saved = {"optimizer": old.sharded_state_dict()}
+        dcp.save(saved, checkpoint_id=folder[0], process_group=old._group)
+    dist.barrier()
+    new.load_sharded_state_dict(folder[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(str(folder[0]))
 
 
 def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
@@ -301,6 +321,11 @@ def _run(rank: int, world: int, case: Case, groups: list[list[Any]]) -> None:
                     optimizer.add_param_group({"params": list(extra.parameters())})
             pair.schedulers = []  # torch's schedulers do not support added groups
             grown = True
+        if pick.random() < 0.15:  # frozen, or trained again
+            for net in (pair.net, pair.twin):
+                layer = net.wide  # type: ignore[attr-defined]
+                layer.requires_grad_(not layer.weight.requires_grad)
+                layer.zero_grad()
         pair.backward(rank)
         pair.step()
         pair.check(f"step {step}")

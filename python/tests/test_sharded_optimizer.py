@@ -235,6 +235,38 @@ def test_sharded_optimizer_takes_the_kernels_of_the_plain_one(ranks: RankPool) -
     ranks.run(2, _mixed)
 
 
+#: Matrices of a transformer of width 96 with six layers, embeddings and a head.
+MATRICES = [(384, 96), (288, 96), (96, 96), (384, 96), (96, 384)] * 6 + [(512, 96)] * 2
+
+
+def _muon(rank: int, world: int) -> None:
+    torch.manual_seed(rank)  # the constructor broadcasts rank 0's values
+    mine = [nn.Parameter(torch.randn(shape)) for shape in MATRICES]
+    mine[0].requires_grad_(False)
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    sharded = ShardedOptimizer(mine, torch.optim.Muon, **options)
+    theirs = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in mine]
+    plain = torch.optim.Muon(theirs, **options)
+    for step in range(4):
+        torch.manual_seed(step)
+        for p, q in zip(mine, theirs, strict=True):
+            if p.requires_grad:
+                q.grad = torch.randn(p.shape)
+                p.grad = q.grad.clone()
+        sharded.step()
+        plain.step()
+        for i, (p, q) in enumerate(zip(mine, theirs, strict=True)):
+            check_equal(p.detach(), q.detach(), f"step {step}, matrix {i}")
+    costs = [0.0 if i == 0 else m * n * min(m, n) for i, (m, n) in enumerate(MATRICES)]
+    loads = [sum(costs[i] for i, _, _ in of) for of in sharded._shares.core.shards()]
+    check(max(loads) < 1.05 * sum(loads) / world, f"loads of the ranks: {loads}")
+
+
+def test_sharded_optimizer_muon_is_the_plain_one_and_balanced(ranks: RankPool) -> None:
+    for world in (2, 3, 4):
+        ranks.run(world, _muon)
+
+
 def _formats(rank: int, world: int) -> None:
     net = nn.Conv2d(32, 64, 3)
     optimizer = _sharded(net)
@@ -287,10 +319,12 @@ def _raises(rank: int, world: int, how: str) -> None:
             p.data = p.data * 2
     before = [p.detach().clone() for p in everything]
 
-    def closure() -> None:
+    def closure(*_: Any) -> None:
         if rank == 1:
             raise ArithmeticError("no more numbers")
 
+    if how == "pre-hook":
+        failing.register_step_pre_hook(closure)
     begin = time.monotonic()
     with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
         if how == "closure":
@@ -302,7 +336,7 @@ def _raises(rank: int, world: int, how: str) -> None:
         check_equal(p.detach(), old, "parameters")
 
 
-@pytest.mark.parametrize("how", ["step", "closure", "added", "changed"])
+@pytest.mark.parametrize("how", ["step", "closure", "pre-hook", "added", "changed"])
 def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(
     ranks: RankPool, how: str
 ) -> None:

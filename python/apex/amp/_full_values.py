@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class FullValue:
 
     def note_agreement(self, parameter: torch.Tensor) -> None:
         """Record that `parameter` and its master weight agree, up to rounding."""
-        assert self.master is not None
-        self._master_then, self._parameter_then = _written(self.master), _written(parameter)
+        self._master_then = None if self.master is None else _written(self.master)
+        self._parameter_then = _written(parameter)
 
     def note_load(self) -> None:
         """Record that a state was loaded, so the master weight has to be created again."""
@@ -76,22 +76,31 @@ class FullValue:
         """Whether `parameter` was written since then, or a state was loaded."""
         return _written(parameter) != self._parameter_then
 
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A new float32 tensor: the known value where it rounds to `parameter`, else
-        `parameter`."""
-        value = parameter.detach().float()
+    def read(
+        self,
+        parameter: torch.Tensor,
+        part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        own: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A new float32 tensor: the known value where it rounds to `parameter`, else `parameter`.
+
+        With `part`, only of that part. `own` is the part of a master weight of which each rank has
+        a piece.
+        """
+        here = part(parameter.detach())
+        value = here.float()
         alone = not several_ranks()
         for known, counts in (
             # A value loaded since then replaces the master's.
             (
-                self.master,
+                self.master if own is None else own,
                 (alone or self.stepped or self.known_to_all) and self.remembered is None,
             ),
             (self.remembered, alone),
             (self.restored, True),
         ):
             if known is not None and counts:
-                value = _where_fits(known, parameter, value)
+                value = _where_fits(part(known), here, value)
         return value
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +18,10 @@ from apex._internal import joining
 from apex._internal.group_names import name_of
 from apex._internal.groups import require_group
 from apex._internal.optimizer_steps import taking_parts
+from apex._internal.sharded_masters import MASTER_WEIGHTS, ShardedMaster, published
 
 from ._fused import implementation
+from ._state import require_shape
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -93,18 +95,23 @@ class _Shares:
         self.cost = cost
         self.whole = whole
         self.core: Any = None
+        #: The tensors of the groups, and the parameters whose values are published.
+        self.given: list[Tensor] = []
         self.parameters: list[Tensor] = []
         self.kinds: list[tuple[Any, ...]] = []
         #: What this rank steps, each with its piece.
         self.own: list[tuple[Tensor, Piece]] = []
+        #: Sharded master weights, this rank's pieces of them, and what these are rounded into.
+        self.masters: list[tuple[ShardedMaster, Tensor, Tensor]] = []
 
     def add(self, groups: list[dict[str, Any]]) -> None:
         """Shard the parameters of these groups separately. Collective."""
-        parameters = [p for group in groups for p in group["params"]]
+        given = [p for group in groups for p in group["params"]]
+        parameters = list(map(published, given))
         names: list[str] = []
         for i, group in enumerate(groups):
-            given = group.get("param_names")
-            names += given if given else [f"{i}.{j}" for j in range(len(group["params"]))]
+            named = group.get("param_names")
+            names += named if named else [f"{i}.{j}" for j in range(len(group["params"]))]
         costs = [float(self.cost(p)) if p.requires_grad else 0.0 for p in parameters]
         if self.core is None:
             self.core = _core.ParameterShards(
@@ -112,15 +119,53 @@ class _Shares:
             )
         else:
             self.core.add(names, parameters, costs)
+        self.given += given
         self.parameters += parameters
         self.kinds += [_kind_of(p) for p in parameters]
         pieces: list[Piece] = self.core.shards()[dist.get_rank(self.group)]
-        self.own = list(zip(self.core.tensors(), pieces, strict=True))
+        known = len(self.own)
+        for tensor, piece in zip(self.core.tensors()[known:], pieces[known:], strict=True):
+            master = self.given[piece[0]]
+            if isinstance(master, ShardedMaster):
+                held = master.hold(piece[1:])
+                self.masters.append((master, held, tensor))
+                tensor = held
+            self.own.append((tensor, piece))
+
+    def take_master(self, index: int, master: ShardedMaster, inner: torch.optim.Optimizer) -> None:
+        """Step `master` in place of parameter `index`, which has no state yet."""
+        self.given[index] = master
+        for i, (tensor, piece) in enumerate(self.own):
+            if piece[0] != index:
+                continue
+            held = master.hold(piece[1:])
+            self.masters.append((master, held, tensor))
+            self.own[i] = (held, piece)
+            for group in inner.param_groups:
+                group["params"] = [held if p is tensor else p for p in group["params"]]
 
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The tensors of these parameters that this rank steps, in their order."""
         wanted = {id(p) for p in parameters}
-        return [t for t, piece in self.own if id(self.parameters[piece[0]]) in wanted]
+        return [t for t, piece in self.own if id(self.given[piece[0]]) in wanted]
+
+    def step(self, inner: torch.optim.Optimizer) -> None:
+        """Step this rank's pieces."""
+        self.core.take_gradients()
+        try:
+            for master, held, _ in self.masters:
+                held.grad = None if master.grad is None else master.part(master.grad)
+            inner.step()
+            if self.masters:
+                with torch.no_grad():
+                    torch._foreach_copy_(
+                        [rounded for _, _, rounded in self.masters],
+                        [held for _, held, _ in self.masters],
+                    )
+        finally:
+            self.core.drop_gradients()
+            for _, held, _ in self.masters:
+                held.grad = None
 
 
 def _kind_of(parameter: Tensor) -> tuple[Any, ...]:
@@ -187,6 +232,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ddp: the wrapper whose process group is used.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
+        shard_master_weights: at level O2 of ``apex.amp``, each rank holds the float32 master
+            weights of its share only. ``amp.master_params(optimizer)`` then yields tensors with
+            complete gradients, for clipping, whose values read as nan; and the model's
+            ``state_dict()`` has rounded values.
         cost: the relative cost of a parameter's step. Default: the number of its elements; for
             classes named Muon, Shampoo or SOAP, times the smaller side of the matrix.
         **defaults: passed to ``optimizer_class``.
@@ -210,6 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         ddp: Any = None,
         whole_parameters: bool | None = None,
+        shard_master_weights: bool = False,
         cost: Callable[[Tensor], float] | None = None,
         **defaults: Any,
     ) -> None:
@@ -235,6 +285,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             process_group = ddp.process_group
         self._optimizer_class = optimizer_class
         self._group = require_group(process_group, "ShardedOptimizer")
+        if not isinstance(shard_master_weights, bool):
+            raise TypeError(
+                "shard_master_weights must be True or False, got "
+                f"{type(shard_master_weights).__name__}."
+            )
         if not isinstance(whole_parameters, (bool, type(None))):
             raise TypeError(
                 "whole_parameters must be True, False or None, got "
@@ -245,6 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._new_shares = functools.partial(
             _Shares, self._group, cost or _default_cost(optimizer_class), whole_parameters
         )
+        self._shards_masters = shard_master_weights and dist.get_world_size(self._group) > 1
         self._inner_defaults = defaults
         self._inner: torch.optim.Optimizer | None = None
         # set by a step or a state dict; Adagrad's constructor also creates state
@@ -254,6 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # the groups' settings that go with _whole_state
         self._whole_settings: list[dict[str, Any]] = []
         self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
+        self._in_pre_hooks = False
         super().__init__(params, dict(defaults))
         self._share_out()
 
@@ -324,6 +381,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise refused
         return inner  # type: ignore[no-any-return]
 
+    def shard_master(self, parameter: Tensor, read: Callable[..., Tensor]) -> Tensor | None:
+        """For apex.amp: the master weight of a parameter, None for one that every rank has."""
+        return ShardedMaster(parameter, read) if self._shards_masters else None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are sharded separately. Collective."""
         super().add_param_group(param_group)
@@ -331,6 +392,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._whole_state = None
         group = self.param_groups[-1]
+        if (stash := getattr(self, "_amp_stash", None)) is not None:
+            stash.collect()  # creates their master weights, which are stepped
         try:
             self._shares.add([group])
         except BaseException:
@@ -343,10 +406,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Shard replaced parameters again, if nothing has been stepped yet."""
-        held = self._shares.parameters
-        given = self._everything()
+        shares = self._shares
+        held = shares.given
+        given = [p for group in self.param_groups for p in group["params"]]
+        if self._has_state:  # a parameter that was frozen gets its master weight later
+            for i, (old, new) in enumerate(zip(held, given, strict=False)):
+                if isinstance(new, ShardedMaster) and new.parameter is old:
+                    shares.take_master(i, new, self.optim)
         same = len(held) == len(given) and all(a is b for a, b in zip(held, given, strict=True))
-        if same and (self._has_state or self._shares.kinds == [_kind_of(p) for p in held]):
+        kinds = [_kind_of(p) for p in self._shares.parameters]
+        if same and (self._has_state or self._shares.kinds == kinds):
             return
         if self._has_state:
             raise RuntimeError(
@@ -356,6 +425,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._share_out()
 
     # --- steps ---
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's wrapper of step(), which runs the hooks around `func`. If a pre-hook raises, the
+        other ranks are notified."""
+        hooked = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(hooked)
+        def step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            self._in_pre_hooks = True
+            try:
+                return hooked(self, *args, **kwargs)
+            except BaseException as error:
+                if self._in_pre_hooks:
+                    self._give_up(error)
+                raise
+
+        return step
+
+    def _give_up(self, error: BaseException) -> None:
+        self._shares.core.give_up(f"{type(error).__name__}: {error}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's pieces and receive the others'. Collective; blocks the host.
@@ -373,32 +463,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: for a sparse gradient, or a parameter whose dtype or device has changed.
             RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
+        self._in_pre_hooks = False
         if joining.current() is not None:
             raise RuntimeError(
                 "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
                 "of data: use the plain optimizer there."
             )
         result = None
-        core = self._shares.core
         try:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
             self._whole_state = None
             self._follow_groups()
-            core, inner = self._shares.core, self.optim
+            inner = self.optim
             for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
                 of_inner.update(_settings(group))
             self._has_state = True
-            core.take_gradients()
-            try:
-                inner.step()
-            finally:
-                core.drop_gradients()
+            self._shares.step(inner)
         except BaseException as error:
-            core.give_up(f"{type(error).__name__}: {error}")
+            self._give_up(error)
             raise
-        core.publish()
+        self._shares.core.publish()
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
             changed = {k: v for k, v in _settings(of_inner).items() if v is not group.get(k)}
             self._counted.update(changed)
@@ -409,7 +495,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _everything(self) -> list[Tensor]:
         """All parameters, in the order of a state dict."""
-        return [p for group in self.param_groups for p in group["params"]]
+        return [published(p) for group in self.param_groups for p in group["params"]]
 
     def _places(self) -> dict[int, int]:
         """The index of each parameter in a state dict, by its id."""
@@ -427,12 +513,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         world = dist.get_world_size(self._group)
         if to is not None and (not isinstance(to, int) or not 0 <= to < world):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
-        places = self._places()
-        parameters = self._shares.parameters
         pieces_here = [
-            (places[id(parameters[piece[0]])], piece[1:], {k: _to_cpu(v) for k, v in held.items()})
-            for tensor, piece in self._shares.own
-            if (held := self.state.get(tensor))
+            (place, span, {k: _to_cpu(v) for k, v in held.items()})
+            for place, _, span, held in self._held()
         ]
         settings = [
             {k: _to_cpu(group[k]) for k in self._counted if k in group}
@@ -467,6 +550,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for place, found in sorted(pieces.items())
         }
 
+    def _held(self) -> Iterator[tuple[int, Tensor, tuple[int, int], dict[str, Any]]]:
+        """The state of this rank's pieces: the number of the parameter, itself, span, and state.
+
+        Master weights are among it, as MASTER_WEIGHTS.
+        """
+        self._follow_groups()
+        if self._shares.masters:
+            self._amp_stash.follow_model()  # type: ignore[attr-defined]
+        places, shares = self._places(), self._shares
+        for tensor, (index, begin, end) in shares.own:
+            held = dict(self.state.get(tensor, {}))
+            if isinstance(shares.given[index], ShardedMaster):
+                held[MASTER_WEIGHTS] = tensor.detach()
+            if held:
+                parameter = shares.parameters[index]
+                yield places[id(parameter)], parameter, (begin, end), held
+
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state dict, on the ranks that :meth:`consolidate_state_dict` chose.
 
@@ -486,14 +586,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {
                 **{k: v for k, v in group.items() if k != "params"},
                 **found,
-                "params": [places[id(p)] for p in group["params"]],
+                "params": [places[id(published(p))] for p in group["params"]],
             }
             for group, found in zip(self.param_groups, self._whole_settings, strict=True)
         ]
-        result: dict[str, Any] = {"state": self._whole_state, "param_groups": groups}
-        for hook in list(self._optimizer_state_dict_post_hooks.values()):
-            replaced = hook(self, result)
-            result = result if replaced is None else replaced
+        return self._after_save(self._whole_state, groups)
+
+    def _after_save(
+        self, held: dict[int, dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The state dict, with the master weights where amp's hook adds them."""
+        given = [p for group in self.param_groups for p in group["params"]]
+        masters = {i: p for i, p in enumerate(given) if isinstance(p, ShardedMaster)}
+        for i, master in masters.items():
+            master.saved = held.get(i, {}).get(MASTER_WEIGHTS)
+        states = {i: {k: v for k, v in of.items() if k != MASTER_WEIGHTS} for i, of in held.items()}
+        result: dict[str, Any] = {
+            "state": {i: state for i, state in states.items() if state},
+            "param_groups": groups,
+        }
+        try:
+            for hook in list(self._optimizer_state_dict_post_hooks.values()):
+                replaced = hook(self, result)
+                result = result if replaced is None else replaced
+        finally:
+            for master in masters.values():
+                master.saved = None
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -504,20 +622,118 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: the state belongs to other groups, or the state of a split parameter has
                 another shape than the parameter.
         """
+        state_dict = self._before_load(state_dict)
+        state = state_dict["state"]
+        self._load(
+            state_dict["param_groups"],
+            lambda parameter, span, key: (
+                _cut(parameter, span, state[key], key) if key in state else None
+            ),
+        )
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for ``torch.distributed.checkpoint.save`` on every rank.
+
+        Nothing is communicated or copied. The checkpoint is that of the plain optimizer's
+        ``state_dict()``, and :meth:`load_sharded_state_dict` reads it with any number of ranks::
+
+            state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+            torch.distributed.checkpoint.save(state, checkpoint_id="step100")
+        """
+        from ._sharded_checkpoint import TensorPiece  # torch's part of it takes a second to import
+
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)
+        state = {
+            place: {
+                name: TensorPiece(parameter, span[0], value)
+                if span[1] - span[0] < parameter.numel() and _is_piece(value, span)
+                else value
+                for name, value in held.items()
+            }
+            for place, parameter, span, held in self._held()
+        }
+        rank, places, shares = dist.get_rank(self._group), self._places(), self._shares
+        # Settings that steps change are known to ranks that have a piece of the group.
+        steps = [{id(shares.given[i]) for i, _, _ in of} for of in shares.core.shards()]
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            writer = next(
+                (r for r, of in enumerate(steps) if of & set(map(id, group["params"]))), 0
+            )
+            numbers = [places[id(published(p))] for p in group["params"]]
+            groups.append({**group, "params": numbers} if rank == writer else {})
+        return self._after_save(state, groups)
+
+    def load_sharded_state_dict(self, checkpoint: Any, name: str = "optimizer") -> None:
+        """Load this rank's part of a checkpoint of ``torch.distributed.checkpoint``. Collective.
+
+        Each rank reads what it steps, from the state of a ShardedOptimizer with any number of
+        ranks, or of the plain optimizer.
+
+        Args:
+            checkpoint: its folder, or a ``torch.distributed.checkpoint.StorageReader``.
+            name: the key of this optimizer's state in the checkpoint.
+
+        Raises:
+            ValueError: the state belongs to other groups.
+            torch.distributed.checkpoint.CheckpointException: it cannot be read on any of the ranks.
+        """
+        from ._sharded_checkpoint import load_entries
+
+        if (stash := getattr(self, "_amp_stash", None)) is not None:
+            stash.lazy_init()
+        self._follow_groups()
+        places, shares = self._places(), self._shares
+        parts = {
+            places[id(shares.parameters[index])]: (shares.parameters[index], begin, end)
+            for _, (index, begin, end) in shares.own
+        }
+        given = [p for group in self.param_groups for p in group["params"]]
+        sharded = {str(i) for i, p in enumerate(given) if isinstance(p, ShardedMaster)}
+        small = load_entries(
+            checkpoint,
+            name,
+            self._group,
+            lambda path: (
+                parts.get(int(path[1]))
+                if path[0] == MASTER_WEIGHTS and path[1] in sharded
+                else path[0] != "state"
+            ),
+        )
+        small = self._before_load({"state": {}, **small})
+        keys = self._keys(small["param_groups"])
+        own = {str(keys[place]): part for place, part in parts.items()}
+        state = load_entries(
+            checkpoint, name, self._group, lambda path: path[0] == "state" and own.get(path[1])
+        ).get("state", {})
+        self._load(small["param_groups"], lambda parameter, span, key: state.get(key))
+
+    def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         self._follow_groups()
         self._whole_state = None
-        loaded, state = state_dict["param_groups"], state_dict["state"]
+        return state_dict
+
+    def _keys(self, groups: list[dict[str, Any]]) -> list[Any]:
+        """The keys of the parameters in a state dict with these groups, in their order."""
+        found = [len(group["params"]) for group in groups]
         sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in loaded] != sizes:
-            found = [len(group["params"]) for group in loaded]
+        if found != sizes:
             raise ValueError(
                 f"the state dict has groups of {found} parameters, this optimizer of {sizes}."
             )
-        keys = [key for group in loaded for key in group["params"]]
-        places = self._places()
+        return [key for group in groups for key in group["params"]]
+
+    def _load(
+        self,
+        loaded: list[dict[str, Any]],
+        state_of: Callable[[Tensor, tuple[int, int], Any], dict[str, Any] | None],
+    ) -> None:
+        """Load groups, and the state of this rank's pieces by parameter, span and key."""
+        keys, places = self._keys(loaded), self._places()
         inner = self.optim
         own = {id(t): (self._shares.parameters[piece[0]], piece) for t, piece in self._shares.own}
         local: dict[int, Any] = {}
@@ -527,9 +743,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             numbers = []
             for tensor in of_inner["params"]:
                 parameter, piece = own[id(tensor)]
-                key = keys[places[id(parameter)]]
-                if key in state:
-                    local[count] = _cut(parameter, piece[1:], state[key], key)
+                held = state_of(parameter, piece[1:], keys[places[id(parameter)]])
+                if held is not None:
+                    local[count] = held
                 numbers.append(count)
                 count += 1
             groups.append({**_settings(of_inner), **_settings(group), "params": numbers})
@@ -558,6 +774,11 @@ def _in_its_order(parameter: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return whole, whole.as_strided((parameter.numel(),), (1,))
 
 
+def _is_piece(value: Any, span: tuple[int, int]) -> bool:
+    """Whether an entry of a piece's state has an element for each of the piece's."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == span[1] - span[0]
+
+
 def _joined(
     parameter: Tensor, pieces: list[tuple[tuple[int, int], dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -567,7 +788,7 @@ def _joined(
     result: dict[str, Any] = {}
     for name, first in pieces[0][1].items():
         begin, end = pieces[0][0]
-        if not isinstance(first, Tensor) or first.numel() != end - begin or first.ndim == 0:
+        if not _is_piece(first, (begin, end)):
             result[name] = first
             continue
         whole, flat = _in_its_order(parameter, first)
@@ -588,11 +809,7 @@ def _cut(
         if not isinstance(value, Tensor) or value.ndim == 0:
             result[name] = value
             continue
-        if value.shape != parameter.shape:
-            raise ValueError(
-                f"the state dict has '{name}' of shape {tuple(value.shape)} for parameter {key}, "
-                f"whose shape is {tuple(parameter.shape)}."
-            )
+        require_shape(parameter, name, value.shape, key)
         whole, flat = _in_its_order(parameter, value)
         whole.copy_(value)
         result[name] = flat[slice(*span)].clone()
