@@ -450,8 +450,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's pieces and receive the others'. Collective; blocks the host.
 
-        After an error on any rank, the parameters have their values from before the step (with one
-        rank they may have been stepped), and the process group can no longer be used.
+        After an error on any rank, the parameters have their values from before the step, or on
+        all ranks of a host those from after it (with one rank they may have been stepped), and the
+        process group can no longer be used.
 
         Args:
             closure: evaluated first, once.
