@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from package_support import CMAKE, ROOT, cmake, generator, make_torch, torchrun, words
+from package_support import CMAKE, ROOT, cmake, generator, make_torch, run_torchrun, words
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -274,11 +274,6 @@ def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_
     assert status == 0, output
     status, output = cmake("--build", build)
     assert status == 0, output
-    run = subprocess.run(
-        [*torchrun(2), str(tmp_path / "build" / "train")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = run_torchrun(2, f"{build}/train", cwd=tmp_path, env=env, timeout_s=600)
     assert run.returncode == 0, run.stdout + run.stderr
