@@ -394,8 +394,6 @@ def _resumed(mine: Run, plain: Run, name: str, dtype: torch.dtype, folder: str) 
     frozen = not mine.net[0].weight.requires_grad
     new = Run(name, dtype, dist.group.WORLD)
     new.net.load_state_dict(plain.net.state_dict())
-    if frozen:
-        new.net[0].weight.requires_grad_(False)
     for scaler, old in zip(
         new.optimizer._amp_stash.scalers, mine.optimizer._amp_stash.scalers, strict=True
     ):
@@ -406,6 +404,8 @@ def _resumed(mine: Run, plain: Run, name: str, dtype: torch.dtype, folder: str) 
     else:
         mine.optimizer.consolidate_state_dict(to=None)
         new.optimizer.load_state_dict(mine.optimizer.state_dict())
+    if frozen:  # after loading, which gives only trainable parameters their master weights
+        new.net[0].weight.requires_grad_(False)
     return new
 
 

@@ -224,9 +224,9 @@ HostMemory::Taken HostMemory::take(Block& block, size_t bytes) {
 }
 
 /// Requires the mutex.
-HostMemory::Taken HostMemory::take_anywhere(size_t bytes) {
-  for (Block& block : blocks_) {
-    if (const Taken taken = take(block, bytes); taken.data != nullptr) return taken;
+HostMemory::Taken HostMemory::take_anywhere(size_t bytes, size_t first_block) {
+  for (size_t i = first_block; i < blocks_.size(); ++i) {
+    if (const Taken taken = take(blocks_[i], bytes); taken.data != nullptr) return taken;
   }
   add_block(std::max(kBlockBytes, round_up(bytes, kHugePage)));
   return take(blocks_.back(), bytes);
@@ -270,12 +270,12 @@ std::shared_ptr<char> HostMemory::allocate(size_t bytes, bool in_first) {
   return data == nullptr ? nullptr : owned(data, rounded);
 }
 
-std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
+std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes, bool in_first) {
   const size_t rounded = round_up(std::max<size_t>(bytes, 1), kAlignment);
   Taken taken;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    taken = take_anywhere(rounded);
+    taken = take_anywhere(rounded, in_first ? 0 : 1);
   }
   std::memset(taken.data, 0, taken.dirty);
   return owned(taken.data, rounded);
@@ -283,7 +283,8 @@ std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
 
 std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
   const size_t rounded = round_up(std::max<size_t>(bytes, 1), kPage);
-  std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage);
+  // The first block is for messages that have to be readable after this process has exited.
+  std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage, /*in_first=*/false);
   const auto address = reinterpret_cast<uintptr_t>(memory.get());
   char* const data = memory.get() + (round_up(address, kPage) - address);
   PrivateInForks::instance().add(data, rounded);

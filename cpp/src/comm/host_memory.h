@@ -56,7 +56,8 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// @throws Error if the system has no memory.
   std::shared_ptr<char> allocate(size_t bytes, bool in_first = false);
   /// The same, zeroed. Memory that was never used is zero, and takes no pages until it is written.
-  std::shared_ptr<char> allocate_zeroed(size_t bytes);
+  /// @param in_first  false: not from the first block.
+  std::shared_ptr<char> allocate_zeroed(size_t bytes, bool in_first = true);
 
   /// The same, in whole pages, of which a forked process gets a copy, as it does of memory that is
   /// not shared. The copy is made in fork(), and kept for later forks. (In other memory, a forked
@@ -86,7 +87,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   HostMemory() = default;
   void add_block(size_t bytes);
   Taken take(Block& block, size_t bytes);
-  Taken take_anywhere(size_t bytes);
+  Taken take_anywhere(size_t bytes, size_t first_block = 0);
   std::shared_ptr<char> owned(char* data, size_t bytes);
   void give_back(char* data, size_t bytes);
   HostPlace place_in(size_t block, size_t offset) const;

@@ -48,8 +48,11 @@ void copy_spans(const at::Tensor& to, const at::Tensor& from,
 }
 
 /// Moves the storage of `parameter` to `place`, which has its bytes, if no other tensor, no Python
-/// object and no other library refers to that storage.
+/// object and no other library refers to that storage. (Through DLPack a library may refer to the
+/// tensor itself, but not to one that requires gradients.)
 void move_storage(const at::Tensor& parameter, const at::Tensor& place) {
+  if (!parameter.requires_grad()) return;
+  parameter.mutable_data_ptr();  // a copy on write is made now
   const c10::Storage& storage = parameter.storage();
   const bool ours = storage.use_count() == 1 && storage.allocator() == c10::GetCPUAllocator() &&
                     storage.nbytes() == place.nbytes();
