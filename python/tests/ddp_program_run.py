@@ -294,7 +294,7 @@ class Machine:
         net.blocks[b] = Block(net.blocks[b].kind)
         self._replaced(net.blocks[b], [])
 
-    def _change_relearn(self, net: Net, m: int, op: Op) -> None:
+    def _change_rebuild_buckets(self, net: Net, m: int, op: Op) -> None:
         for wrapper in self.wrappers[m]:
             wrapper.rebuild_buckets()
 

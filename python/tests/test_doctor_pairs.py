@@ -132,14 +132,14 @@ def test_pair_that_is_slow_once_is_measured_again_and_not_named(
         is_slow = ranks == (0, 3) or (ranks == (0, 1) and calls.count(ranks) == 1)
         return pairs.Pair(ranks, 1e-4, 1e7 if is_slow else 1e9)
 
-    def gather(gathered: list[Any], mine: Any) -> None:
-        gathered[0] = list(mine)
+    def gather(mine: Any) -> list[Any]:
+        return [list(mine)]
 
     monkeypatch.setattr(job.measure, "pair", pair)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(job, "all_gather_object", gather)
     rounds = pairs.rounds(range(6))
     found = job._measure_pairs(job.Plan(rounds, [], one_host=False))
     assert [one.ranks for one in pairs.slow(found)] == [(0, 3)]

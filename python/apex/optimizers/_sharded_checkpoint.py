@@ -140,7 +140,7 @@ def _target(path: tuple[Any, ...], entry: TensorStorageMetadata, part: bool | Pa
     """A new tensor that an entry, or a part of it, is read into."""
     dtype = entry.properties.dtype
     if isinstance(part, bool) or not entry.size:
-        return torch.empty(entry.size, dtype=dtype)
+        return torch.empty(entry.size, dtype=dtype, device="cpu")
     parameter, begin, end = part
     if end - begin < parameter.numel():
         require_shape(parameter, path[-1], entry.size, path[1])

@@ -132,7 +132,7 @@ class ShardedOptimizer {
   /// Collects the state of all ranks in a plain optimizer of all parameters, for a checkpoint.
   /// Collective; blocks the host.
   ///
-  ///     auto whole = optimizer.whole();  // on every rank
+  ///     auto whole = sharded.whole();  // on every rank
   ///     if (whole) torch::save(*whole, "optimizer.pt");
   ///
   /// @param to  the rank of the group that receives it; -1: every rank.
@@ -161,9 +161,9 @@ class ShardedOptimizer {
   /// Takes this rank's share of the state of `whole`, which has the same parameters, and its
   /// options. Not collective; each rank loads the same file, saved with any number of ranks:
   ///
-  ///     auto whole = optimizer.plain();
+  ///     auto whole = sharded.plain();
   ///     torch::load(*whole, "optimizer.pt");
-  ///     optimizer.load(*whole);
+  ///     sharded.load(*whole);
   ///
   /// @throws InvalidArgument if the state of a split parameter has another shape than the
   ///         parameter. Nothing is changed then.
