@@ -219,9 +219,9 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   } catch (const Error& error) {
     text = error.what();
   }
-  require(text.find(dist::rank() == 1 ? "SUM of Short" : "another rank reports") !=
-              std::string::npos,
-          "the other rank's arguments were refused, and here: " + text);
+  require(
+      text.find(dist::rank() == 1 ? "SUM of Short" : "another rank reports") != std::string::npos,
+      "the other rank's arguments were refused, and here: " + text);
   dist::barrier();  // no rank exits before all are notified
   dist::destroy_process_group();
 });
