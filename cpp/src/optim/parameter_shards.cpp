@@ -93,10 +93,6 @@ Shards runs_of_elements(const std::vector<int64_t>& numels, const std::vector<do
   return shards;
 }
 
-bool is_whole(const ParameterPiece& piece, const at::Tensor& parameter) {
-  return piece.begin == 0 && piece.end == parameter.numel();
-}
-
 /// A flat view of a tensor without gaps, in the order of its memory.
 at::Tensor flat_memory(const at::Tensor& tensor) {
   return tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset());
@@ -146,10 +142,9 @@ struct ParameterShards::Form {
 /// The pieces and buffers on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
-  std::array<at::Tensor, 2>
-      sent;          ///< this rank's: see Note [Before or after a step]; not if shared
-  at::Tensor saved;  ///< this rank's, if changed since they were sent
-  std::unique_ptr<SharedParameters> shared;  ///< null where ranks do not share memory
+  std::array<at::Tensor, 2> sent;               ///< this rank's: see Note [Before or after a step]
+  at::Tensor saved;                             ///< this rank's, if changed since they were sent
+  std::unique_ptr<SharedParameters> shared;     ///< if ranks share memory: in place of the others
 };
 
 std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
@@ -246,7 +241,8 @@ struct ParameterShards::State {
       for (const ParameterPiece& piece : shards[r]) {
         OnDevice& device = devices[of(piece).device().str()];
         device.memory.resize(shards.size());
-        if (piece.end > piece.begin) device.memory[r].push_back(bytes_of(of(piece), piece));
+        if (piece.end > piece.begin && !device.shared)
+          device.memory[r].push_back(bytes_of(of(piece), piece));
       }
     }
   }

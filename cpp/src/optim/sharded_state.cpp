@@ -15,6 +15,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "optim/shared_parameters.h"
 
 namespace apex::parallel {
 
@@ -58,10 +59,6 @@ std::unique_ptr<State> state_with(const Values& values, const State& prototype) 
   std::unique_ptr<State> state = prototype.clone();
   state->serialize(written);
   return state;
-}
-
-bool is_whole(const ParameterPiece& piece, const at::Tensor& parameter) {
-  return piece.begin == 0 && piece.end == parameter.numel();
 }
 
 /// A new tensor like `value` in the layout of `parameter`, and a flat view of its memory.

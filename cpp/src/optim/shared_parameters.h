@@ -15,6 +15,10 @@
 
 namespace apex::parallel {
 
+inline bool is_whole(const ParameterPiece& piece, const at::Tensor& parameter) {
+  return piece.begin == 0 && piece.end == parameter.numel();
+}
+
 /// The bytes of a piece of `parameter`, a tensor without gaps in its memory.
 at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece);
 
