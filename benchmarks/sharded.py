@@ -9,7 +9,7 @@ A step is zero_grad(), forward, backward and step(). All variants run in one pro
 turns step by step, with a barrier before and after each step. A time is that of the slowest rank.
 Ratios are medians over rounds of a time divided by the baseline of the same round. The baseline is
 the same processes without data parallelism: each trains alone, with the same optimizer. "update" is
-step() alone. The state of the optimizer is measured in bytes, on the rank with the most.
+step() alone, which is measured on CPUs. The state of the optimizer is measured in bytes, on the rank with the most.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Variant:
 
     def __init__(self, name: str, optimizer: str, model: nn.Module, batch: Tensor) -> None:
         self.name = name
+        self.device = batch.device.type
         self.batch = batch
         self.module: nn.Module = copy.deepcopy(model)
         self.updates: list[float] = []
@@ -82,7 +83,8 @@ class Variant:
         if self.others is not None:
             self.others.step()
         self.optimizer.step()
-        self.updates.append(time.perf_counter() - begin)
+        if self.device == "cpu":  # a GPU runs later than the call
+            self.updates.append(time.perf_counter() - begin)
 
     def state_megabytes(self) -> float:
         """The size of the optimizer's state on this rank. ZeroRedundancyOptimizer keeps it in
@@ -93,12 +95,18 @@ class Variant:
 
 
 def measure(
-    model_name: str, names: list[str], optimizer: str, rounds: int, warmup: int, seconds: float
+    model_name: str,
+    names: list[str],
+    optimizer: str,
+    device: str,
+    rounds: int,
+    warmup: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Time every variant ``rounds`` times, or fewer if ``seconds`` run out. Collective."""
-    model, batch = models.make(model_name, "cpu")
+    model, batch = models.make(model_name, device)
     variants = [Variant(name, optimizer, model, batch) for name in names]
-    turns = harness.Turns("cpu")
+    turns = harness.Turns(device)
     for _ in range(warmup):
         for variant in variants:
             turns.timed(variant.step)
@@ -106,7 +114,9 @@ def measure(
         variant.updates.clear()
     times = turns.take([v.step for v in variants], rounds, seconds)
     columns = {v.name: column for v, column in zip(variants, times, strict=True)}
-    updates = turns.slowest([v.updates for v in variants])
+    updates = [v.updates for v in variants]
+    if device == "cpu":
+        updates = turns.slowest(updates)
     sizes = [size for (size,) in turns.slowest([[v.state_megabytes()] for v in variants])]
     result: dict[str, Any] = {
         "model": model_name,
@@ -123,7 +133,7 @@ def measure(
         entry: dict[str, Any] = {
             "seconds": harness.quartiles(column),
             "raw_seconds": column,
-            "update": harness.quartiles(of_variant),
+            "update": harness.quartiles(of_variant) if of_variant else None,
             "state_megabytes": round(size, 2),
         }
         if BASE in columns:
@@ -139,7 +149,7 @@ def report(result: dict[str, Any]) -> str:
             TITLES[name],
             harness.show(entry["seconds"], 1e3),
             harness.show(entry["ratio"], digits=3) if "ratio" in entry else "",
-            harness.show(entry["update"], 1e3),
+            harness.show(entry["update"], 1e3) if entry["update"] else "",
             f"{entry['state_megabytes']:g}",
         ]
         for name, entry in result["variants"].items()
@@ -165,8 +175,8 @@ def main() -> None:
     name = arguments.name
     for optimizer in arguments.optimizers:
         arguments.name = name if len(arguments.optimizers) == 1 else f"{name}-{optimizer}"
-        options = (arguments.variants, optimizer, arguments.rounds, arguments.warmup,
-                   arguments.seconds)  # fmt: skip
+        options = (arguments.variants, optimizer, arguments.device, arguments.rounds,
+                   arguments.warmup, arguments.seconds)  # fmt: skip
         harness.run_models(arguments, TITLES, measure, options, report)
 
 

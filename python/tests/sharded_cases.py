@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_support import check, check_equal, check_same_on_all_ranks, host_channel
+from ddp_support import DEVICE, check, check_equal, check_same_on_all_ranks, host_channel
 from torch import Tensor, nn
 
 from apex.optimizers import (
@@ -159,7 +159,7 @@ class Pair:
         self.twin = copy.deepcopy(self.net)
         self.sharded = self.make(self.wrapped)
         self.plain = case.kind(_groups(self.twin, case.grouped), **case.defaults)
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        self.scalers = [torch.amp.GradScaler(DEVICE, init_scale=8.0) for _ in range(2)]
         self.schedulers: list[Any] = []
         if case.scheduler:
             self.schedulers = [
