@@ -174,14 +174,20 @@ phase ddp_cuda 60 bash -c "pytest $tests/test_cuda_ddp.py -m gpu $collect"
 own="test_sync_batch_norm.py test_cuda_sync_batch_norm.py test_nccl_ddp.py test_cuda_ddp.py"
 phase gpu_rest 90 bash -c "pytest $tests -m gpu ${own//test_/--ignore=$tests/test_} $parallel $collect"
 # Tests of several ranks that otherwise use CPUs, with all ranks on one GPU.
-several=(old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several amp_distributed
-  sync_batch_norm_ranks)
-several=("${several[@]/#/$tests/test_}")
-several=("${several[@]/%/.py}")
-phase several 120 env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
-  bash -c "pytest ${several[*]} -vv --tb=short --dist loadfile $parallel $collect"
+on_gpu() { # on_gpu PHASE SECONDS FILE...: test_FILE.py on the GPU
+  local name=$1 limit=$2
+  shift 2
+  set -- "${@/#/$tests/test_}"
+  phase "$name" "$limit" env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
+    bash -c "pytest ${*/%/.py} -vv --tb=short --dist loadfile $parallel_gpu $collect"
+}
+on_gpu sharded 120 sharded_optimizer sharded_masters sharded_checkpoint
+on_gpu several 120 old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several \
+  amp_distributed sync_batch_norm_ranks
+on_gpu means 90 ddp_weighted gradient_statistics overlapped_optimizer replica_check
 if [ $dry_run = no ]; then
   phase programs 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/ddp_programs.py --world 2 --seeds 0:50 --no-shrink
+  phase sharded_many 60 env APEX_TEST_DEVICE=cuda "$python" python/tests/test_sharded_optimizer.py --first 1000 --cases 60
   # Few inputs, because each kernel runs many times slower.
   for tool in memcheck racecheck; do
     phase $tool 60 env under="compute-sanitizer --tool $tool --error-exitcode 9" \
@@ -203,6 +209,8 @@ phase sync_bn 60 "$python" benchmarks/sync_batch_norm.py "${norm[@]}" --name gpu
   "${output[@]}"
 phase ddp_1 130 "$python" benchmarks/ddp.py "${device[@]}" --ranks 1 --rounds 40 --seconds 9 \
   --variants none torch torch_view torch_static apex apex_view --name gpu-ddp-1 "${output[@]}"
+phase sharded_1 60 "$python" benchmarks/sharded.py "${device[@]}" --ranks 1 --rounds 30 --seconds 8 --optimizers adamw_fused \
+  --variants none torch torch_zero apex apex_sharded --no-plot --name gpu-sharded-1 "${output[@]}"
 # Two ranks that share a GPU through sockets. This tests correctness, not speed.
 phase ddp_2 60 "$python" benchmarks/ddp.py "${device[@]}" --ranks 2 --rounds 8 --warmup 3 --seconds 5 \
   --models small resnet18 --variants none torch apex apex_view --no-plot --name gpu-ddp-2 "${output[@]}"
@@ -234,7 +242,7 @@ phase pytest_cpu 75 bash -c "pytest $tests -m 'not gpu and not processes and not
 
 # --- the output ---
 
-for name in sync_bn ddp_1 ddp_2 overhead; do
+for name in sync_bn ddp_1 sharded_1 ddp_2 overhead; do
   [ -f "$logs/$name.log" ] || continue
   echo
   echo "-- $name"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_support import RankPool, check, check_equal, raises
+from ddp_support import DEVICE, RankPool, check, check_equal, raises
 from gradient_statistics_cases import near, run_seeds, total
 from torch import nn
 
@@ -138,7 +138,7 @@ def _clip_after_unscaling(rank: int, world: int) -> None:
     """Hazard: changes without a version change, by GradScaler's kernel or .data."""
     ddp = _ddp(gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     for step in range(4):
         optimizer.zero_grad()
         scaler.scale(ddp(torch.randn(3, 4)).square().mean()).backward()

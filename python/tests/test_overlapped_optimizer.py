@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
+from ddp_support import DEVICE, RankPool, check, check_equal, check_same_on_all_ranks, raises
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
@@ -254,7 +254,7 @@ def test_checkpointed_segments_run_again_in_backward(ranks: RankPool) -> None:
 
 def _scaler(rank: int, world: int) -> None:
     def run(ddp: Any, optimizer: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
         for step in range(STEPS):
             optimizer.zero_grad()
             scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
