@@ -46,9 +46,9 @@ std::vector<parallel::NamedTensor> with_names(const std::vector<std::string>& na
 
 void construct_shards(ParameterShards* self, const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters, const std::string& group,
-                      const std::vector<double>& costs, bool whole) {
+                      const std::vector<double>& costs, bool whole, const std::string& replicas) {
   new (self) ParameterShards(with_names(names, parameters), c10d::resolve_process_group(group),
-                             costs, whole);
+                             costs, whole, c10d::resolve_process_group(replicas));
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ void init_parameter_shards(nb::module_& m) {
                               "The parameters that each rank steps, and their exchange. "
                               "Not thread safe.")
       .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
-           "whole"_a, NoGil())
+           "whole"_a, "replicas"_a, NoGil())
       .def(
           "add",
           [](ParameterShards& self, const std::vector<std::string>& names,

@@ -159,6 +159,7 @@ def _serve(rank: int, pipe: connection.Connection) -> None:
     """The main loop of one rank: take a task, join its group, run it, reply."""
     torch.set_num_threads(1)
     if DEVICE != "cpu":
+        torch.backends.cudnn.allow_tf32 = False  # the default rounds LSTMs to 10 bits
         OnDevice().__enter__()
     pipe.send("started")
     current = None

@@ -17,7 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
+from ddp_support import (
+    DEVICE,
+    RankPool,
+    check,
+    check_equal,
+    check_same_on_all_ranks,
+    raises,
+)
 from sharded_cases import OPTIMIZERS
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -120,7 +127,7 @@ def _check_state(found: Any, expected: Any, what: str) -> None:
             mine = found["state"][key][name]
             if isinstance(value, Tensor):
                 check_equal(mine.dtype, value.dtype, f"{what}: dtype of {name} of {key}")
-                check_equal(mine, value, f"{what}: {name} of {key}")
+                check_equal(mine.to(value.device), value, f"{what}: {name} of {key}")
             else:
                 check_equal(mine, value, f"{what}: {name} of {key}")
     for mine, group in zip(found["param_groups"], expected["param_groups"], strict=True):
@@ -208,7 +215,8 @@ def test_sharded_checkpoint_loads_with_other_ranks_and_in_the_plain_optimizer(
     ranks.run(3, _saves, name, dtype, str(tmp_path))
     for world in (3, 1, 2, 4):
         ranks.run(world, _resumes, name, dtype, str(tmp_path))
-    _plain_loads(str(tmp_path), name, dtype)
+    if DEVICE == "cpu":  # this process has no GPU
+        _plain_loads(str(tmp_path), name, dtype)
 
 
 def _loads_plain(rank: int, world: int, folder: str, named: bool) -> None:

@@ -24,7 +24,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
+from ddp_support import (
+    DEVICE,
+    RankPool,
+    check,
+    check_equal,
+    check_same_on_all_ranks,
+    raises,
+)
 from sharded_cases import OPTIMIZERS
 from torch import Tensor, nn
 
@@ -104,7 +111,8 @@ def _check_as(mine: Run, other: Run, what: str) -> None:
     check_same_on_all_ranks([p.detach() for p in mine.net.parameters()], what)
     for a, b in zip(mine.optimizer.param_groups, other.optimizer.param_groups, strict=True):
         for key, value in b.items():  # torch adds settings after a load
-            if key != "params":
+            # on a GPU, the plain FusedAdam also counts steps that amp skips
+            if key != "params" and (key != "step" or DEVICE == "cpu"):
                 check_equal(repr(a[key]), repr(value), f"{what}: {key}")
 
 
@@ -128,7 +136,7 @@ def _check_state(mine: Run, other: Run, what: str) -> None:
         pairs = zip(_tensors(found[key]), _tensors(expected[key]), strict=True)
         for (path, a), (path_too, b) in pairs:
             check_equal(path, path_too, f"{what}: entries")
-            check_equal(a, b, f"{what}: {path}")
+            check_equal(a, b.cpu() if isinstance(b, Tensor) else b, f"{what}: {path}")
 
 
 def _trains(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
@@ -140,7 +148,8 @@ def _trains(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
                 run.backward(91)
             if step == 6:
                 run.backward(92)
-            run.backward(step, overflow=step in (0, 3))
+            # on a GPU, a fused optimizer has a state after a step that was skipped
+            run.backward(step, overflow=step in ((0, 3) if DEVICE == "cpu" else (3,)))
             run.step(step, clip=0.5 if step in (2, 5) else 0.0)
         if step in (2, 5):
             check_equal(mine.norm, plain.norm, "norm")
@@ -365,7 +374,7 @@ def _program(rank: int, world: int, folder: str, pick: random.Random) -> None:
         clip = pick.choice([0.0, 0.0, 0.3])
         earlier = [pick.randrange(100, 200) for _ in range(pick.choice([0, 0, 1, 2]))]
         delayed = [pick.random() < 0.5 for _ in earlier]
-        overflow = pick.random() < 0.2
+        overflow = pick.random() < 0.2 and (DEVICE == "cpu" or step > 0)
         event = pick.choice(["", "", "resume", "dcp", "add", "freeze", "write"])
         if event in ("resume", "dcp") and not added:
             mine = _resumed(mine, plain, name, dtype, f"{folder}.{step}" if event == "dcp" else "")

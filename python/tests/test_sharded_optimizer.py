@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, raises
+from ddp_support import (
+    DEVICE,
+    RankPool,
+    check,
+    check_equal,
+    check_same_on_all_ranks,
+    raises,
+)
 from sharded_cases import run_seeds
 from torch import nn
 
@@ -327,10 +334,14 @@ def _raises(rank: int, world: int, how: str) -> None:
         failing.register_step_pre_hook(closure)
     begin = time.monotonic()
     with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
-        if how == "closure":
-            plain.step(closure)
-        else:
-            failing.step()
+        # over NCCL, a step is only enqueued, and a later one finds the failure
+        while time.monotonic() - begin < 20:
+            if how == "closure":
+                plain.step(closure)
+            else:
+                failing.step()
+            check(DEVICE != "cpu", "no error")
+            time.sleep(0.2)
     check(time.monotonic() - begin < 20, "the others waited")
     for p, old in zip(everything, before, strict=True):
         check_equal(p.detach(), old, "parameters")

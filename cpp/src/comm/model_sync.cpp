@@ -13,6 +13,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
 
@@ -169,6 +170,9 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
 at::Device control_device(const GroupPtr& group, at::Device fallback) {
   require_group(group, "control_device");
   if (detail::has_backend(*group, at::kCPU)) return at::Device(at::kCPU);
+  if (!fallback.is_cpu()) return fallback;
+  for (const c10::Device& device : group->getDeviceTypes())  // there is no tensor on one
+    return c10::impl::VirtualGuardImpl(device.type()).getDevice();
   return fallback;
 }
 

@@ -376,6 +376,11 @@ int local_rank() {
   return require_world().local_rank;
 }
 
+std::string host_id() {
+  const auto process = parallel::this_process();
+  return process ? process->host : std::string();
+}
+
 void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const Group target = group ? group : get_default_group();
   c10d::BarrierOptions options;

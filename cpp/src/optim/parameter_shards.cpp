@@ -26,13 +26,14 @@ namespace apex::parallel {
 //
 // If a rank ends during a step, the other ranks must not be left with a mix of new and old
 // parameters. Where ranks share memory, see Note [Parameters in shared memory]. Elsewhere a rank
-// writes the parameters of other ranks only after all ranks have sent theirs.
-// It steps its own parameters in place. But the values that it sent last stay in a buffer until the
-// next step is published, and are restored if that fails. So there are two buffers, which
-// alternate. This needs no extra copy, because the collective reads from the buffer. If parameters
-// were changed after they were sent, the buffer does not have the changes, so the parameters are
-// saved in a copy. (Changes through .data() do not change the version of a tensor and are not
-// detected.)
+// saves its own pieces before it steps them, and restores them if the step fails. It writes the
+// parameters of other ranks only after all ranks have sent theirs.
+//
+// On a device, the host does not wait for that. If a rank is lost, the communicator is aborted: the
+// all-gather ends with a part of the data, and everything that was enqueued behind it runs. So a
+// second, small collective follows: a sum of ones, which has the value of all ranks only if every
+// rank has completed the all-gather. By this value the device keeps all parameters from before the
+// step, or takes all from after it. The host finds the lost rank in a later collective.
 
 namespace {
 
@@ -40,6 +41,8 @@ namespace {
 constexpr int64_t kAlignment = 64;
 /// A parameter with fewer elements is not cut.
 constexpr int64_t kLeastToCut = 4096;
+/// Bytes that are chosen at once: see Note [Before or after a step].
+constexpr int64_t kWord = sizeof(int64_t);
 
 using Shards = std::vector<std::vector<ParameterPiece>>;
 
@@ -142,9 +145,22 @@ struct ParameterShards::Form {
 /// The pieces and buffers on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
-  std::array<at::Tensor, 2> sent;               ///< this rank's: see Note [Before or after a step]
-  at::Tensor saved;                             ///< this rank's, if changed since they were sent
+  at::Tensor saved;                             ///< this rank's, while a step is not published
   std::unique_ptr<SharedParameters> shared;     ///< if ranks share memory: in place of the others
+
+  /// The bytes of a rank's pieces in a new tensor, whose size is the same for all ranks.
+  at::Tensor copy(size_t rank) const {
+    int64_t most = 0;
+    at::Device device(at::kCPU);
+    for (const auto& of_rank : memory) {
+      most = std::max(most, total_bytes(of_rank));
+      if (!of_rank.empty()) device = of_rank.front().device();
+    }
+    const int64_t size = (most + kWord - 1) / kWord * kWord;
+    const at::Tensor bytes = at::empty({size}, at::TensorOptions(device).dtype(at::kByte));
+    copy_all(split_like(bytes, memory[rank]), memory[rank]);
+    return bytes;
+  }
 };
 
 std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
@@ -166,7 +182,8 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
 }
 
 struct ParameterShards::State {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;     // shares the work
+  c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all that train the model
   size_t rank = 0;
   bool whole = false;
   std::vector<NamedTensor> parameters;
@@ -273,15 +290,6 @@ struct ParameterShards::State {
     return true;
   }
 
-  void make_buffers(OnDevice& device, at::Device at) {
-    int64_t most = 1;
-    for (const auto& of_rank : device.memory) most = std::max(most, total_bytes(of_rank));
-    const at::TensorOptions options = at::TensorOptions(at).dtype(at::kByte);
-    for (at::Tensor& buffer : device.sent) buffer = at::zeros({most}, options);
-    copy_all(split_like(device.sent[static_cast<size_t>(steps % 2)], device.memory[rank]),
-             device.memory[rank]);
-  }
-
   /// Moves the parameters on the CPU from index `from` on, with the pieces `added`, into shared
   /// memory.
   void share(OnDevice& device, const Shards& added, size_t from) {
@@ -304,7 +312,8 @@ struct ParameterShards::State {
   }
 
   void add(const std::vector<NamedTensor>& more, const std::vector<double>& costs) {
-    verify_same_model(more, {std::string("whole_parameters=") + (whole ? "True" : "False")}, group);
+    verify_same_model(more, {std::string("whole_parameters=") + (whole ? "True" : "False")},
+                      replicas);
     const size_t before = parameters.size();
     std::vector<int64_t> numels;
     std::vector<at::Tensor> given;
@@ -338,7 +347,7 @@ struct ParameterShards::State {
       if (refused) std::rethrow_exception(refused);
       throw;
     }
-    broadcast_coalesced(given, group, 0, kBroadcastBytes, "broadcast of parameters");
+    broadcast_coalesced(given, replicas, 0, kBroadcastBytes, "broadcast of parameters");
     // Before other tensors refer to the storages.
     const bool on_cpu = std::any_of(given.begin(), given.end(),
                                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
@@ -357,26 +366,32 @@ struct ParameterShards::State {
     }
     find_memory();
     remember_versions();
-    if (alone()) return;
-    for (auto& [name, device] : devices) {
-      if (!device.shared) make_buffers(device, at::Device(name));
-    }
   }
 
   void exchange(OnDevice& device, const std::string& what) {
     if (device.shared) return device.shared->exchange(steps + 1, what);
-    const at::Tensor& mine = device.sent[static_cast<size_t>((steps + 1) % 2)];
-    const auto& own_memory = device.memory[rank];
-    const c10::OptionalDeviceGuard guard(mine.device());
-    copy_all(split_like(mine, own_memory), own_memory);
+    const c10::OptionalDeviceGuard guard(device.saved.device());
+    const at::Tensor mine = device.copy(rank);
     const auto ranks = static_cast<int64_t>(shards.size());
-    const at::Tensor all = at::empty({ranks * mine.numel()}, mine.options());
-    run_collective(what, *group, [&] { return issue_all_gather(what, *group, all, mine); });
+    const at::Tensor all = at::empty({ranks, mine.numel()}, mine.options());
+    run_collective(what, *group,
+                   [&] { return issue_all_gather(what, *group, all.view({-1}), mine); });
+    at::Tensor complete;
+    if (!mine.is_cpu()) {
+      const at::Tensor count = at::ones({1}, mine.options().dtype(at::kInt));
+      run_collective(what, *group,
+                     [&] { return issue_all_reduce(what, *group, count, c10d::ReduceOp::SUM); });
+      complete = count.eq(ranks);
+    }
     for (size_t r = 0; r < shards.size(); ++r) {
-      if (r == rank) continue;
-      const at::Tensor of_rank =
-          all.narrow(0, static_cast<int64_t>(r) * mine.numel(), mine.numel());
-      copy_all(device.memory[r], split_like(of_rank, device.memory[r]));
+      at::Tensor after = all[static_cast<int64_t>(r)];
+      if (complete.defined()) {
+        const at::Tensor before = r == rank ? device.saved : device.copy(r);
+        after = at::where(complete, after.view(at::kLong), before.view(at::kLong)).view(at::kByte);
+      } else if (r == rank) {
+        continue;
+      }
+      copy_all(device.memory[r], split_like(after, device.memory[r]));
     }
   }
 
@@ -385,8 +400,8 @@ struct ParameterShards::State {
     for (const ParameterPiece& piece : own()) versions.push_back(of(piece)._version());
   }
 
-  /// Begins a step. Saves parameters that were changed since the last publish(), for example by
-  /// loading a checkpoint.
+  /// Begins a step. In shared memory, parameters that were changed since the last publish(), for
+  /// example by loading a checkpoint, are saved.
   void begin(bool moved) {
     bool changed = moved;
     for (size_t i = 0; i < own().size(); ++i) changed |= of(own()[i])._version() != versions[i];
@@ -395,8 +410,7 @@ struct ParameterShards::State {
         device.shared->begin(steps + 1, publication(), changed);
         continue;
       }
-      const auto& memory = device.memory[rank];
-      device.saved = changed && !memory.empty() ? at::cat(memory) : at::Tensor();
+      device.saved = device.copy(rank);
     }
     began = true;
   }
@@ -416,10 +430,8 @@ struct ParameterShards::State {
     }
     if (!began) return;
     for (auto& [name, device] : devices) {
-      if (device.shared) continue;
-      const at::Tensor& sent = device.sent[static_cast<size_t>(steps % 2)];
-      const at::Tensor& before = device.saved.defined() ? device.saved : sent;
-      copy_all(device.memory[rank], split_like(before, device.memory[rank]));
+      if (device.shared || !device.saved.defined()) continue;
+      copy_all(device.memory[rank], split_like(device.saved, device.memory[rank]));
     }
     end();
   }
@@ -434,12 +446,14 @@ struct ParameterShards::State {
 
 ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                 const std::vector<double>& costs, bool whole)
+                                 const std::vector<double>& costs, bool whole,
+                                 c10::intrusive_ptr<c10d::ProcessGroup> replicas)
     : state_(std::make_unique<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
   state_->rank = static_cast<size_t>(group->getRank());
   state_->shards.resize(static_cast<size_t>(group->getSize()));
   state_->group = std::move(group);
+  state_->replicas = replicas ? std::move(replicas) : state_->group;
   state_->whole = whole;
   add(std::move(parameters), costs);
 }
@@ -525,15 +539,16 @@ void ParameterShards::publish() {
 
 void ParameterShards::give_up(const std::string& why) noexcept {
   State& state = *state_;
-  if (state.alone()) return;
   try {
     const at::NoGradGuard no_grad;
-    state.restore();
+    if (!state.alone()) state.restore();
   } catch (const std::exception&) {
     // Notifying the other ranks matters more than this error.
   }
-  announce_failure(*state.group, "a step of a ShardedOptimizer: " + why);
-  state.wait_for_others();
+  const std::string what = "a step of a ShardedOptimizer: " + why;
+  if (!state.alone()) announce_failure(*state.group, what);
+  if (state.replicas->getSize() > state.group->getSize()) announce_failure(*state.replicas, what);
+  if (!state.alone()) state.wait_for_others();
 }
 
 }  // namespace apex::parallel

@@ -8,6 +8,7 @@
 #include <ATen/Functions.h>
 
 #include "fingerprint.h"
+#include "reducer/multi_tensor.h"
 #include "tensor_parts.h"
 
 namespace apex::parallel::detail {
@@ -50,7 +51,7 @@ void GradientMeter::add_reduced(const std::vector<BucketMessage::Slot>& slots, i
 
 void GradientMeter::read_devices() {
   if (values_.empty()) return;
-  std::vector<at::Tensor> norms = at::_foreach_norm(values_, 2, at::kDouble);
+  std::vector<at::Tensor> norms = norms_on_device(values_);
   for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
   const at::Tensor squares = at::stack(norms).square().cpu();
   for (size_t i = 0; i < on_device_.size(); ++i)

@@ -25,6 +25,9 @@ bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double
 /// squares] in square_sums.h.
 double sum_of_squares(const at::Tensor& tensor);
 
+/// The norm of each tensor on a device, in float64. Does not block the host.
+std::vector<at::Tensor> norms_on_device(std::vector<at::Tensor> values);
+
 /// The memory of a non-overlapping and dense tensor as a contiguous 1-D alias, real-valued (a
 /// complex tensor of n elements gives 2n).
 at::Tensor flat_alias(const at::Tensor& tensor);

@@ -1,13 +1,54 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/opening.h"
 
+#include <limits>
 #include <optional>
+#include <vector>
+
+#include <ATen/Functions.h>
 
 #include <apex/error.h>
 
+#include "distributed/backends.h"
 #include "tensor_parts.h"
 
 namespace apex::parallel::detail {
+
+namespace {
+
+// Note [Gradients cleared in place]
+//
+// Optimizers with fused=True or foreach=True clear gradients in place by one operator for all of
+// them, which on a GPU does not change the tensors' versions. So gradients on a device that seem to
+// be kept from the last reduction are compared with zero. The host waits for that, but only if such
+// a gradient is there and would be summed again. While a graph is captured, it cannot wait, and the
+// gradients count as cleared.
+
+/// Clears the mark of gradients on devices that are zero.
+void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& gradients) {
+  std::vector<size_t> kept;
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!gradients[i].stale || parameters[i].variable.is_cpu()) continue;
+    at::Tensor grad = parameters[i].variable.grad().detach();
+    grad = grad.layout() == at::kSparse ? grad._values() : in_memory(grad);
+    if (grad.numel() == 0) continue;
+    kept.push_back(i);
+    values.push_back(grad.is_complex() ? at::view_as_real(grad.resolve_conj()) : grad);
+  }
+  if (values.empty()) return;
+  const auto mark = distributed::make_stream_mark();
+  const bool captured = mark && !mark->set();
+  std::vector<at::Tensor> norms;
+  if (!captured) norms = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
+  for (at::Tensor& norm : norms) norm = norm.to(norms.front().options());
+  const at::Tensor largest = captured ? at::Tensor() : at::stack(norms).to(at::kCPU, at::kDouble);
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (captured || largest.const_data_ptr<double>()[i] == 0) gradients[kept[i]].stale = false;
+  }
+}
+
+}  // namespace
 
 void refuse_failed(const ReducerContext& context) {
   if (context.phase == Phase::kReleased) {
@@ -87,6 +128,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     if (!context.leaves_sums() && !context.joining) continue;
     pass.gradients[i].stale = parameter.holds_reduced();
   }
+  find_cleared(parameters, pass.gradients);
   const StepTable* last = state.reporter.look_back();
   if (last != nullptr && last->hooks_apart()) context.fail();
   state.reporter.backward_began();

@@ -118,7 +118,8 @@ class MirrorBackend final : public c10d::Backend {
                                        const Tensors& inputs, const Tensors& outputs,
                                        const std::function<void()>& compute) {
     order(current_stream(), stream_);
-    operate(stream_, what, inputs, outputs, compute);
+    const bool aborted = rules_.aborted && *rules_.aborted;
+    operate(stream_, what, inputs, outputs, aborted ? [] {} : compute);
     Tensors kept = inputs;
     kept.insert(kept.end(), outputs.begin(), outputs.end());
     if (rules_.holds_what_it_had) held_.insert(held_.end(), kept.begin(), kept.end());

@@ -143,16 +143,16 @@ def _finish_collectives(device: torch.device | None) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _require_same_count(group: dist.ProcessGroup) -> None:
+def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) -> None:
     """Raise unless all ranks of ``group`` are members of the same number of groups. torch names a
     group that only its ranks create by that number. With different numbers, ranks would wait for
     each other under different names."""
     counts = all_gather_object(len(dist.distributed_c10d._world.pg_names), group)
     if len(set(counts)) > 1:
         raise ValueError(
-            "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "
-            f"process groups ({', '.join(map(str, counts))}), and torch names new groups by that "
-            "number: use num_allreduce_streams=1, or groups that do not overlap."
+            f"{argument}: the ranks of process_group belong to different numbers of process groups "
+            f"({', '.join(map(str, counts))}), and torch names new groups by that number: use "
+            f"{remedy}, or groups that do not overlap."
         )
 
 
@@ -173,7 +173,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         # torch names such a group by the number of live groups, so its name may be in use.
         local = len(ranks) < world_group().size()
         if local:
-            _require_same_count(group)
+            _require_same_count(group, "num_allreduce_streams > 1", "num_allreduce_streams=1")
         new_group: Any = dist.new_group
         made = new_group(ranks, use_local_synchronization=local, timeout=timeout_of(group))
     return cast(dist.ProcessGroup, made)
@@ -190,27 +190,49 @@ def group_of_all_ranks(description: str) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, made)
 
 
-def split_evenly(group_size: int) -> dist.ProcessGroup:
-    """Split all ranks into groups of ``group_size`` consecutive ranks; return this rank's group.
+def ranks_by_host(group: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of each host, as ``group`` numbers them. Collective.
 
-    Collective. Blocks the host as :func:`group_like` does.
+    All are on one host if the system does not say.
     """
-    world = world_group()
-    device = _splitting_device(world)
-    _finish_collectives(device)
-    starts = range(0, world.size(), group_size)
-    all_ranks = [list(range(start, start + group_size)) for start in starts]
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(all_gather_object(_core.host_id(), group)):
+        hosts.setdefault(host, []).append(rank)
+    return list(hosts.values())
+
+
+def split(
+    group: dist.ProcessGroup, parts: list[list[int]], argument: str, remedy: str
+) -> dist.ProcessGroup:
+    """Split ``group`` into groups of its ranks; return this rank's group.
+
+    Collective over ``group``. Blocks the host as :func:`group_like` does. Raises ValueError, with
+    ``argument`` and ``remedy``, if torch cannot create the groups.
+    """
     made: Any
+    all_ranks = group.size() == world_group().size()
+    device = _splitting_device(group)
+    _finish_collectives(device)
     # Each rank is in one group, so NCCL splits the communicator once, with a color per group. A
     # Gloo backend for another device rules this out: torch would pass NCCL's options to it.
-    if device is not None and len({backend_name(world, one) for one in world._device_types}) == 1:
-        split: Any = dist.split_group
-        made = split(world, all_ranks, timeout=timeout_of(world))
-    else:
-        groups: list[Any] = [
-            dist.new_group(ranks=ranks, timeout=timeout_of(world)) for ranks in all_ranks
-        ]
-        made = groups[world.rank() // group_size]
+    if device is not None and len({backend_name(group, one) for one in group._device_types}) == 1:
+        split_group: Any = dist.split_group
+        made = split_group(group, parts, timeout=timeout_of(group))
+        return cast(dist.ProcessGroup, made)
+    number = dist.get_process_group_ranks(group)
+    mine = next(i for i, part in enumerate(parts) if group.rank() in part)
+    lists = [[number[rank] for rank in part] for part in parts]
+    if all_ranks:
+        made = [dist.new_group(ranks=ranks, timeout=timeout_of(group)) for ranks in lists][mine]
+        return cast(dist.ProcessGroup, made)
+    if device is not None:  # see Note [Communicators that are split]
+        raise ValueError(
+            f"{argument}: a subgroup with NCCL bound to a device and another backend cannot be "
+            f"split: use {remedy}."
+        )
+    _require_same_count(group, argument, remedy)
+    new_group: Any = dist.new_group
+    made = new_group(lists[mine], use_local_synchronization=True, timeout=timeout_of(group))
     return cast(dist.ProcessGroup, made)
 
 

@@ -16,7 +16,12 @@ from torch import Tensor
 from apex import _core
 from apex._internal import joining
 from apex._internal.group_names import name_of
-from apex._internal.groups import require_group
+from apex._internal.groups import (
+    end_groups_at_exit,
+    ranks_by_host,
+    require_group,
+    split,
+)
 from apex._internal.optimizer_steps import taking_parts
 from apex._internal.sharded_masters import MASTER_WEIGHTS, ShardedMaster, published
 
@@ -89,9 +94,14 @@ class _Shares:
     """The parameters of all groups, and the rank that steps each of them."""
 
     def __init__(
-        self, group: dist.ProcessGroup, cost: Callable[[Tensor], float], whole: bool
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup,
+        cost: Callable[[Tensor], float],
+        whole: bool,
     ) -> None:
         self.group = group
+        self.replicas = replicas
         self.cost = cost
         self.whole = whole
         self.core: Any = None
@@ -115,7 +125,7 @@ class _Shares:
         costs = [float(self.cost(p)) if p.requires_grad else 0.0 for p in parameters]
         if self.core is None:
             self.core = _core.ParameterShards(
-                names, parameters, name_of(self.group), costs, self.whole
+                names, parameters, name_of(self.group), costs, self.whole, name_of(self.replicas)
             )
         else:
             self.core.add(names, parameters, costs)
@@ -225,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             same on every rank. Strided, on any device that the group has a backend for. The
             constructor broadcasts rank 0's values.
         optimizer_class: the class of the optimizer, or a function ``(params, **defaults)``.
-        process_group: the ranks that share the work; default: that of ``ddp``, or the default
+        process_group: the ranks that train the model; default: that of ``ddp``, or the default
             group.
         parameters_as_bucket_view: for ZeroRedundancyOptimizer's scripts; has no effect.
         overlap_with_ddp: has to be False.
@@ -236,6 +246,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             weights of its share only. ``amp.master_params(optimizer)`` then yields tensors with
             complete gradients, for clipping, whose values read as nan; and the model's
             ``state_dict()`` has rounded values.
+        across_hosts: with ranks on several hosts, False: the ranks of each host share the work, so
+            that no parameters travel between hosts; every host steps all parameters, with the same
+            gradients. True: all ranks share it, and each keeps 1/n of the state, n being the
+            number of ranks of all hosts. Default: True if no host has several ranks.
         cost: the relative cost of a parameter's step. Default: the number of its elements; for
             classes named Muon, Shampoo or SOAP, times the smaller side of the matrix.
         **defaults: passed to ``optimizer_class``.
@@ -260,6 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ddp: Any = None,
         whole_parameters: bool | None = None,
         shard_master_weights: bool = False,
+        across_hosts: bool | None = None,
         cost: Callable[[Tensor], float] | None = None,
         **defaults: Any,
     ) -> None:
@@ -284,7 +299,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if process_group is None and ddp is not None:
             process_group = ddp.process_group
         self._optimizer_class = optimizer_class
-        self._group = require_group(process_group, "ShardedOptimizer")
+        #: All ranks that train the model.
+        self._replicas = require_group(process_group, "ShardedOptimizer")
         if not isinstance(shard_master_weights, bool):
             raise TypeError(
                 "shard_master_weights must be True or False, got "
@@ -295,10 +311,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "whole_parameters must be True, False or None, got "
                 f"{type(whole_parameters).__name__}."
             )
+        if not isinstance(across_hosts, (bool, type(None))):
+            raise TypeError(
+                f"across_hosts must be True, False or None, got {type(across_hosts).__name__}."
+            )
         if whole_parameters is None:
             whole_parameters = optimizer_class not in ELEMENTWISE
+        #: The ranks of each host if each host steps all parameters. The first host's save them.
+        self._hosts: list[list[int]] = []
+        self._group = self._sharing_group(across_hosts)
         self._new_shares = functools.partial(
-            _Shares, self._group, cost or _default_cost(optimizer_class), whole_parameters
+            _Shares,
+            self._group,
+            self._replicas,
+            cost or _default_cost(optimizer_class),
+            whole_parameters,
         )
         self._shards_masters = shard_master_weights and dist.get_world_size(self._group) > 1
         self._inner_defaults = defaults
@@ -315,6 +342,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._share_out()
 
     # --- the shares ---
+
+    def _sharing_group(self, across_hosts: bool | None) -> dist.ProcessGroup:
+        """The ranks that share the work with this one. Collective."""
+        said = [f"across_hosts={across_hosts}"]
+        _core.verify_same_model([], [], said, name_of(self._replicas))
+        if across_hosts:
+            return self._replicas
+        hosts = ranks_by_host(self._replicas)
+        if len(hosts) == 1 or (across_hosts is None and max(map(len, hosts)) == 1):
+            return self._replicas
+        self._hosts = hosts
+        group = split(self._replicas, hosts, "across_hosts=False", "across_hosts=True")
+        end_groups_at_exit()
+        return group
 
     @property
     def state(self) -> Any:
@@ -373,7 +414,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if refused is not None:
             said = [f"optimizer_class=(refused: {type(refused).__name__})"]
         try:
-            _core.verify_same_model([], [], said, name_of(self._group))
+            _core.verify_same_model([], [], said, name_of(self._replicas))
         except RuntimeError:
             if refused is None:
                 raise
@@ -506,14 +547,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Collect the state of all ranks for :meth:`state_dict`. Collective; blocks the host.
 
         Args:
-            to: the rank of the group that receives it, on its CPU; None: every rank.
+            to: the rank of ``process_group`` that receives it, on its CPU; None: every rank.
 
         Raises:
             ValueError: there is no such rank.
         """
-        world = dist.get_world_size(self._group)
+        world = dist.get_world_size(self._replicas)
         if to is not None and (not isinstance(to, int) or not 0 <= to < world):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
+        self._whole_state = None
+        if to is not None and self._hosts:
+            here = next(of for of in self._hosts if dist.get_rank(self._replicas) in of)
+            if to not in here:
+                return  # the ranks of its host have everything
+            to = here.index(to)
         pieces_here = [
             (place, span, {k: _to_cpu(v) for k, v in held.items()})
             for place, _, span, held in self._held()
@@ -526,7 +573,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         mine = (pieces_here, settings)
         rank = dist.get_rank(self._group)
-        everything: list[Any] | None = [None] * world if to in (None, rank) else None
+        sharing = dist.get_world_size(self._group)
+        everything: list[Any] | None = [None] * sharing if to in (None, rank) else None
         if to is None:
             assert everything is not None
             dist.all_gather_object(everything, mine, group=self._group)
@@ -535,7 +583,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine, everything, dst=dist.get_global_rank(self._group, to), group=self._group
             )
         if everything is None:
-            self._whole_state = None
             return
         pieces: dict[int, list[tuple[tuple[int, int], dict[str, Any]]]] = {}
         for of_rank, _ in everything:
@@ -576,7 +623,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._whole_state is None:
             raise RuntimeError(
-                f"rank {dist.get_rank(self._group)} has the state of its own share only: call "
+                f"rank {dist.get_rank(self._replicas)} has the state of its own share only: call "
                 "consolidate_state_dict(to=rank) on every rank after the last step, and "
                 "state_dict() on that rank; to=None collects it on all."
             )
@@ -645,6 +692,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
+        # Every host has everything, and may be cut otherwise: the first one's ranks save.
+        saves = not self._hosts or dist.get_rank(self._replicas) in self._hosts[0]
         state = {
             place: {
                 name: TensorPiece(parameter, span[0], value)
@@ -652,7 +701,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 else value
                 for name, value in held.items()
             }
-            for place, parameter, span, held in self._held()
+            for place, parameter, span, held in (self._held() if saves else ())
         }
         rank, places, shares = dist.get_rank(self._group), self._places(), self._shares
         # Settings that steps change are known to ranks that have a piece of the group.
@@ -663,7 +712,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 (r for r, of in enumerate(steps) if of & set(map(id, group["params"]))), 0
             )
             numbers = [places[id(published(p))] for p in group["params"]]
-            groups.append({**group, "params": numbers} if rank == writer else {})
+            groups.append({**group, "params": numbers} if saves and rank == writer else {})
         return self._after_save(state, groups)
 
     def load_sharded_state_dict(self, checkpoint: Any, name: str = "optimizer") -> None:

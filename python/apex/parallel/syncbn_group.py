@@ -14,7 +14,7 @@ from apex._internal.groups import (
     end_groups_at_exit,
     group_of_all_ranks,
     require_own_process,
-    split_evenly,
+    split,
     world_group,
 )
 
@@ -94,6 +94,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"create_syncbn_process_group: {world_size} ranks cannot be split into groups of "
             f"{group_size}; choose a group_size that divides the world size."
         )
-    group = split_evenly(group_size)
+    parts = [list(range(i, i + group_size)) for i in range(0, world_size, group_size)]
+    group = split(world_group(), parts, "group_size", "group_size=0")
     end_groups_at_exit()
     return group

@@ -128,6 +128,10 @@ APEX_API int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {}
 /// @throws apex::InvalidArgument without a default group.
 APEX_API int local_rank();
 
+/// Identifies the host of this process: its boot id and the namespace of its process ids, so that
+/// containers count as hosts of their own. "" if the system does not provide it.
+APEX_API std::string host_id();
+
 /// Blocks until every rank of `group` (null: the default group) has called it.
 /// @throws apex::CommunicationError if a rank does not call it within the group's timeout.
 /// @throws apex::InvalidArgument without a default group.

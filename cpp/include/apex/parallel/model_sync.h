@@ -69,7 +69,7 @@ APEX_API void all_reduce_coalesced(const std::vector<at::Tensor>& tensors,
                                    double scale, const std::string& what = "all-reduce");
 
 /// The device for small control messages of this group: the CPU if the group has a CPU backend,
-/// else `fallback` (a device of the model).
+/// else `fallback` (a device of the model); if that is the CPU, the current device of a backend.
 APEX_API at::Device control_device(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    at::Device fallback);
 

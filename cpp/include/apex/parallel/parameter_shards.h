@@ -43,16 +43,21 @@ APEX_API std::vector<std::vector<ParameterPiece>> assign_shards(const std::vecto
 /// Not thread safe.
 class APEX_API ParameterShards {
  public:
-  /// Verifies that all ranks hold the same parameters, and broadcasts them from rank 0. Collective;
-  /// blocks the host.
+  /// Verifies that all ranks hold the same parameters, and broadcasts them from rank 0. Collective
+  /// over `replicas`; blocks the host.
   ///
   /// @param parameters  in the same order on every rank; strided, without gaps in memory, and not
   ///                    sharing memory with each other.
+  /// @param group       the ranks that share the work.
   /// @param costs,whole  see assign_shards(); the same on every rank.
+  /// @param replicas    all ranks that train the model, if `group` is a part of them, such as the
+  ///                    ranks of one host: every part steps all parameters, with the same
+  ///                    gradients. Null: `group`.
   /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps, and
   ///         for wrong costs; RankMismatch if ranks differ; CommunicationError.
   ParameterShards(std::vector<NamedTensor> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  const std::vector<double>& costs, bool whole);
+                  const std::vector<double>& costs, bool whole,
+                  c10::intrusive_ptr<c10d::ProcessGroup> replicas = {});
   ~ParameterShards();
   ParameterShards(const ParameterShards&) = delete;
   ParameterShards& operator=(const ParameterShards&) = delete;
@@ -87,8 +92,9 @@ class APEX_API ParameterShards {
   void publish();
 
   /// Called instead of publish() if this rank's step failed. Undoes what it has written to
-  /// parameters since take_gradients(), and makes publish() throw on the other ranks. The group
-  /// cannot be used any more. Does nothing with one rank. Does not throw.
+  /// parameters since take_gradients(), and makes publish() throw on the other ranks of the group.
+  /// Neither the group nor `replicas` can be used any more. Does nothing with one rank. Does not
+  /// throw.
   void give_up(const std::string& why) noexcept;
 
  private:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ShardedOptimizer with ranks on several hosts. The reference is the plain optimizer, bitwise."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import hosts_support
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ddp_support import check, check_equal, check_same_on_all_ranks, raises
+from hosts_support import run_on_hosts
+from torch import nn
+
+from apex.optimizers import ShardedOptimizer
+from apex.parallel import DistributedDataParallel
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        bool(hosts_support.why_not()), reason=f"no namespaces: {hosts_support.why_not()}"
+    ),
+]
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 4000), nn.Tanh(), nn.Linear(4000, 3))
+
+
+def _backward(model: nn.Module, rank: int, step: int) -> None:
+    torch.manual_seed(1000 * step + rank)
+    model.zero_grad()
+    model(torch.randn(4, 30)).square().mean().backward()
+
+
+def _pair(rank: int, kind: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """A wrapped model with its sharded optimizer, and a copy with the plain one."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(_model())
+    twin = copy.deepcopy(ddp.module)
+    sharded = ShardedOptimizer(ddp.parameters(), kind, lr=0.01, ddp=ddp, **options)
+    return ddp, sharded, twin, kind(twin.parameters(), lr=0.01)
+
+
+def _step(pair: tuple[Any, Any, Any, Any], rank: int, step: int) -> None:
+    ddp, sharded, twin, plain = pair
+    _backward(ddp, rank, step)
+    for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    sharded.step()
+    plain.step()
+    for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
+        check_equal(p.detach(), q.detach(), f"step {step}")
+    check_same_on_all_ranks([p.detach() for p in ddp.parameters()], f"step {step}")
+
+
+def _elements(optimizer: ShardedOptimizer) -> int:
+    return sum(t.numel() for of in optimizer.state.values() for t in of.values() if t.dim() > 0)
+
+
+def _steps(rank: int, world: int, sharing: list[int], options: dict[str, Any]) -> None:
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop):
+        pair = ddp, sharded, _, plain = _pair(rank, kind, options)
+        for step in range(3):
+            _step(pair, rank, step)
+        everything = sum(
+            t.numel() for of in plain.state.values() for t in of.values() if t.dim() > 0
+        )
+        check(
+            abs(_elements(sharded) * sharing[rank] - everything) < 0.05 * everything,
+            f"{_elements(sharded)} of {everything} elements of state",
+        )
+        for to in range(world):
+            sharded.consolidate_state_dict(to=to)
+            if rank != to:
+                continue
+            found, expected = sharded.state_dict()["state"], plain.state_dict()["state"]
+            for key, held in expected.items():
+                for name, value in held.items():
+                    check_equal(found[key][name], value, f"{name} of {key} on rank {to}")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sharing", "options"),
+    [
+        ([2, 2], [2, 2, 2, 2], {}),
+        ([3, 1], [3, 3, 3, 1], {}),
+        ([1, 1], [2, 2], {}),
+        ([1, 1], [1, 1], {"across_hosts": False}),
+        ([2, 1], [3, 3, 3], {"across_hosts": True}),
+    ],
+)
+def test_sharded_optimizer_shares_within_hosts(
+    hosts: list[int], sharing: list[int], options: dict[str, Any]
+) -> None:
+    run_on_hosts(hosts, _steps, sharing, options)
+
+
+def _in_subgroup(rank: int, world: int) -> None:
+    """The ranks of a subgroup on two hosts; rank 3 has its own."""
+    group = dist.new_group([0, 1, 2])
+    alone = dist.new_group([3])
+    torch.manual_seed(rank)
+    model = _model()
+    made = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, group if rank < 3 else alone, lr=0.1
+    )
+    sizes = [dist.get_world_size(made._group)]
+    check_equal(sizes, [[2], [2], [1], [1]][rank], "ranks that share")
+    for step in range(2):
+        _backward(model, 0, step)
+        made.step()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if rank < 3:
+        everything = [torch.empty_like(flat) for _ in range(3)]
+        dist.all_gather(everything, flat, group=group)
+        check(all(torch.equal(one, flat) for one in everything), "other bits")
+
+
+def test_sharded_optimizer_in_a_subgroup_on_two_hosts() -> None:
+    run_on_hosts([2, 2], _in_subgroup)
+
+
+def _saves(rank: int, world: int, folder: str) -> None:
+    pair = ddp, sharded, _, plain = _pair(rank, torch.optim.AdamW, {})
+    for step in range(2):
+        _step(pair, rank, step)
+    state = {"model": ddp.module.state_dict(), "optimizer": sharded.sharded_state_dict()}
+    dcp.save(state, checkpoint_id=f"{folder}/pieces")
+    if rank == 0:
+        torch.save(plain.state_dict(), f"{folder}/plain.pt")
+
+
+def _loads(rank: int, world: int, folder: str) -> None:
+    ddp, sharded, _, plain = _pair(rank, torch.optim.AdamW, {})
+    model = {"model": ddp.module.state_dict()}
+    dcp.load(model, checkpoint_id=f"{folder}/pieces")
+    sharded.load_sharded_state_dict(f"{folder}/pieces")
+    plain.load_state_dict(torch.load(f"{folder}/plain.pt"))
+    sharded.consolidate_state_dict(to=None)
+    found, expected = sharded.state_dict()["state"], plain.state_dict()["state"]
+    for key, held in expected.items():
+        for name, value in held.items():
+            check_equal(found[key][name], value, f"{name} of {key}")
+
+
+def test_sharded_optimizer_checkpoint_with_other_hosts() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_hosts([3, 1], _saves, folder)
+        check(pathlib.Path(folder, "pieces", ".metadata").exists(), "no checkpoint")
+        run_on_hosts([2, 2], _loads, folder)
+        run_on_hosts([2], _loads, folder)
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no more numbers")
+
+
+def _fails(rank: int, world: int) -> None:
+    """The ranks of the host raise in the step, those of the other host in the next backward."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    ddp = DistributedDataParallel(_model(), process_group=group)
+    optimizer = ShardedOptimizer(ddp.parameters(), Fails, lr=0.1, ddp=ddp)
+    _backward(ddp, rank, 0)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    begin = time.monotonic()
+    if rank < 2:
+        with raises(ArithmeticError if rank == 1 else RuntimeError, "no more numbers"):
+            optimizer.step()
+        for p, old in zip(ddp.parameters(), before, strict=True):
+            check_equal(p.detach(), old, "parameters")
+    else:
+        optimizer.step()
+        with raises(RuntimeError, "no more numbers"):
+            _backward(ddp, rank, 1)
+    check(time.monotonic() - begin < 15, "the others waited")
+
+
+def test_sharded_optimizer_failure_is_heard_on_other_hosts() -> None:
+    run_on_hosts([2, 2], _fails)
+
+
+def _disagree(rank: int, world: int) -> None:
+    with raises(RuntimeError, "across_hosts=True", "across_hosts=False"):
+        ShardedOptimizer(_model().parameters(), torch.optim.SGD, lr=0.1, across_hosts=rank == 0)
+    with raises(TypeError, "across_hosts must be True, False or None, got str"):
+        ShardedOptimizer(_model().parameters(), torch.optim.SGD, lr=0.1, across_hosts="no")
+
+
+def test_sharded_optimizer_ranks_that_disagree_on_hosts_raise() -> None:
+    run_on_hosts([1, 1], _disagree)
