@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_support import check, check_equal, host_channel
+from ddp_support import DEVICE, check, check_equal, host_channel
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, GradientStatistics
@@ -195,11 +195,17 @@ def _check_clipping(ddp: DistributedDataParallel, net: nn.Module, pick: random.R
     expected = total([q.grad for q in net.parameters()])
     factor = min(1.0, limit / (expected + 1e-6))
     before = [None if q.grad is None else q.grad.detach().clone() for q in net.parameters()]
+    clipped = [None if old is None else (old * factor).to(old.dtype) for old in before]
+    if DEVICE != "cpu":  # the factor is a tensor of 16 bits, as torch's
+        copies = [None if old is None else old.clone().requires_grad_() for old in before]
+        for one, old in zip(copies, before, strict=True):
+            if one is not None:
+                one.grad = old.clone()
+        torch.nn.utils.clip_grad_norm_([one for one in copies if one is not None], limit)
+        clipped = [None if one is None else one.grad for one in copies]
     norm = ddp.clip_grad_norm_(limit)
     low = any(q.dtype in (torch.float16, torch.bfloat16) for q in net.parameters())
     near(float(norm), expected, 2e-2 if low else 1e-4, "what clip_grad_norm_ returns")
-    for q, old in zip(net.parameters(), before, strict=True):
-        if old is not None:
-            torch.testing.assert_close(
-                q.grad, (old * factor).to(old.dtype), rtol=3e-2 if low else 1e-4, atol=1e-6
-            )
+    for q, wanted in zip(net.parameters(), clipped, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(q.grad, wanted, rtol=3e-2 if low else 1e-4, atol=1e-6)

@@ -233,6 +233,7 @@ def _loads_plain(rank: int, world: int, folder: str, named: bool) -> None:
     _check_as(other, net, "after steps")
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="this process has no GPU")
 @pytest.mark.parametrize("named", [False, True])
 def test_sharded_checkpoint_of_the_plain_optimizer_loads(
     ranks: RankPool, tmp_path: pathlib.Path, named: bool

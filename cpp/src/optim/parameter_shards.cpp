@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <random>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -14,6 +15,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "fingerprint.h"
 #include "optim/shared_parameters.h"
 #include "plain_text.h"
 #include "tensor_parts.h"
@@ -31,9 +33,11 @@ namespace apex::parallel {
 //
 // On a device, the host does not wait for that. If a rank is lost, the communicator is aborted: the
 // all-gather ends with a part of the data, and everything that was enqueued behind it runs. So a
-// second, small collective follows: a sum of ones, which has the value of all ranks only if every
-// rank has completed the all-gather. By this value the device keeps all parameters from before the
-// step, or takes all from after it. The host finds the lost rank in a later collective.
+// second, small collective follows: the sum of a number that every rank contributes. It is right
+// only if every rank has completed the all-gather. (An aborted kernel of NCCL goes on with what lay
+// in its buffers, such as the sum of an earlier step. So each step of each optimizer has a number
+// of its own.) By this sum the device keeps all parameters from before the step, or takes all from
+// after it. The host finds the lost rank in a later collective.
 
 namespace {
 
@@ -193,6 +197,7 @@ struct ParameterShards::State {
   std::vector<const void*> seen;   ///< last known address of each parameter
   std::vector<uint32_t> versions;  ///< of this rank's pieces after the last publish()
   std::map<std::string, OnDevice> devices;
+  int64_t nonce = 0;   ///< rank 0's random number
   int64_t steps = 0;   ///< published
   bool began = false;  ///< a step has begun and is not published, so restore() has work
 
@@ -347,7 +352,14 @@ struct ParameterShards::State {
       if (refused) std::rethrow_exception(refused);
       throw;
     }
-    broadcast_coalesced(given, replicas, 0, kBroadcastBytes, "broadcast of parameters");
+    // On a device of the parameters, since the group may have no backend for others.
+    const at::Tensor number = at::full(
+        {1}, static_cast<int64_t>(std::random_device{}()),
+        at::TensorOptions(given.empty() ? at::kCPU : given.front().device()).dtype(at::kLong));
+    std::vector<at::Tensor> sent = given;
+    if (!given.empty()) sent.push_back(number);
+    broadcast_coalesced(sent, replicas, 0, kBroadcastBytes, "broadcast of parameters");
+    if (before == 0) nonce = number.item<int64_t>();
     // Before other tensors refer to the storages.
     const bool on_cpu = std::any_of(given.begin(), given.end(),
                                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
@@ -366,6 +378,13 @@ struct ParameterShards::State {
     }
     find_memory();
     remember_versions();
+  }
+
+  /// 31 bits, different from those of other steps and other optimizers.
+  int64_t step_number() const {
+    const std::array<int64_t, 2> of_step{nonce, steps};
+    return static_cast<int64_t>(
+        static_cast<uint64_t>(Fingerprint().add(of_step.data(), sizeof(of_step)).value()) >> 33);
   }
 
   void exchange(OnDevice& device, const std::string& what) {
