@@ -81,6 +81,8 @@ TEST(ParameterShardsFake, PublishThatIsAborted_KeepsTheParametersFromBefore) {
   Sharded sharded;
   sharded.step();
   sharded.shards->publish();
+  // What the aborted collectives deliver, that of this step, must not be taken.
+  for (const NamedTensor& one : sharded.parameters) one.tensor.mul_(2);
   const std::vector<at::Tensor> before = sharded.values();
   *sharded.aborted = true;
   for (int times = 0; times < 2; ++times) {  // also the steps that are enqueued behind it
