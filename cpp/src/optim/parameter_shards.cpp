@@ -397,10 +397,12 @@ struct ParameterShards::State {
                    [&] { return issue_all_gather(what, *group, all.view({-1}), mine); });
     at::Tensor complete;
     if (!mine.is_cpu()) {
-      const at::Tensor count = at::ones({1}, mine.options().dtype(at::kInt));
-      run_collective(what, *group,
-                     [&] { return issue_all_reduce(what, *group, count, c10d::ReduceOp::SUM); });
-      complete = count.eq(ranks);
+      const int64_t number = step_number();
+      const at::Tensor sum = at::full({1}, number, mine.options().dtype(at::kLong));
+      run_collective(what, *group, [&] {
+        return issue_all_reduce(what, *group, sum, c10d::ReduceOp::SUM);
+      });
+      complete = sum.eq(number * ranks);
     }
     for (size_t r = 0; r < shards.size(); ++r) {
       at::Tensor after = all[static_cast<int64_t>(r)];
