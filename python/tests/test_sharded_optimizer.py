@@ -35,11 +35,13 @@ pytestmark = pytest.mark.processes
 CASES = 40
 
 
-def _run(pool: RankPool, first: int, count: int) -> None:
+def _run(pool: RankPool, first: int, count: int, says: bool = False) -> None:
     for world in (1, 2, 3, 4):
         seeds = [seed for seed in range(first, first + count) if seed % 4 == world - 1]
         for begin in range(0, len(seeds), 25):
             pool.run(world, run_seeds, seeds[begin : begin + 25], timeout_s=240)
+            if says:
+                print(f"{world} ranks: {begin + 25} of {len(seeds)} cases agree", flush=True)
 
 
 def test_sharded_optimizer_random_programs_step_as_the_plain_one_does(ranks: RankPool) -> None:
@@ -65,11 +67,11 @@ def _arguments(rank: int, world: int) -> None:
     model = _model(5)
     for options, kind, error, text in (
         ({"overlap_with_ddp": True}, torch.optim.SGD, ValueError, "overlap_with_ddp"),
-        ({}, torch.optim.LBFGS, ValueError, "LBFGS cannot be shared out"),
-        ({}, torch.optim.SparseAdam, ValueError, "SparseAdam cannot be shared out"),
+        ({}, torch.optim.LBFGS, ValueError, "LBFGS cannot be sharded"),
+        ({}, torch.optim.SparseAdam, ValueError, "SparseAdam cannot be sharded"),
         ({}, "adam", TypeError, "the class of an optimizer"),
         ({}, lambda params, lr: 3, TypeError, "made a int, not an optimizer"),
-        ({"ddp": model}, torch.optim.SGD, TypeError, "ddp has to be a DistributedDataParallel"),
+        ({"ddp": model}, torch.optim.SGD, TypeError, "ddp must be a DistributedDataParallel"),
         ({"cost": lambda p: -1.0}, torch.optim.SGD, ValueError, "finite and not negative"),
         ({"betas": 3}, torch.optim.SGD, TypeError, "betas"),
         ({"whole_parameters": rank == 0}, torch.optim.SGD, RuntimeError, "whole_parameters="),
@@ -101,7 +103,7 @@ def _arguments(rank: int, world: int) -> None:
         optimizer.consolidate_state_dict(to=2)
     with raises(TypeError, "cannot be copied or pickled"):
         copy.deepcopy(optimizer)
-    with raises(ValueError, "cannot be shared out"):
+    with raises(ValueError, "cannot be sharded"):
         _sharded(model, OverlappedOptimizer)
     wrapped = DistributedDataParallel(_model(5))
     with raises(ValueError, "ShardedOptimizer cannot step its parameters one module at a time"):
@@ -362,7 +364,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     args = parser.parse_args()
     with RankPool() as pool:
-        _run(pool, args.first, args.cases)
+        _run(pool, args.first, args.cases, says=True)
     print(f"{args.cases} cases from {args.first} on: all agree")
     return 0
 

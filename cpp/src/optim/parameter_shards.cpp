@@ -178,7 +178,7 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
   for (const double cost : costs) {
     if (!(cost >= 0 && std::isfinite(cost)))
       throw InvalidArgument("assign_shards: a cost is " + std::to_string(cost) +
-                            ", and has to be finite and not negative");
+                            "; it must be finite and not negative");
   }
   if (ranks < 1) throw InvalidArgument("assign_shards: there is no rank");
   return whole ? whole_parameters(numels, costs, static_cast<size_t>(ranks))
@@ -217,9 +217,8 @@ struct ParameterShards::State {
     const at::Tensor& tensor = parameter.tensor;
     if (!tensor.defined()) refuse(parameter, "is undefined");
     if (tensor.layout() != at::kStrided || !has_memory(tensor)) {
-      refuse(
-          parameter,
-          "is a tensor subclass, sparse, or on the meta device: its memory cannot be shared out");
+      refuse(parameter,
+             "is a tensor subclass, sparse, or on the meta device: its memory cannot be sharded");
     }
     if (tensor.is_inference())
       refuse(parameter, "was made in inference mode, and cannot be trained: clone it outside");
@@ -399,9 +398,8 @@ struct ParameterShards::State {
     if (!mine.is_cpu()) {
       const int64_t number = step_number();
       const at::Tensor sum = at::full({1}, number, mine.options().dtype(at::kLong));
-      run_collective(what, *group, [&] {
-        return issue_all_reduce(what, *group, sum, c10d::ReduceOp::SUM);
-      });
+      run_collective(what, *group,
+                     [&] { return issue_all_reduce(what, *group, sum, c10d::ReduceOp::SUM); });
       complete = sum.eq(number * ranks);
     }
     for (size_t r = 0; r < shards.size(); ++r) {

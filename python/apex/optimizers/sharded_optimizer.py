@@ -238,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: the ranks that train the model; default: that of ``ddp``, or the default
             group.
         parameters_as_bucket_view: for ZeroRedundancyOptimizer's scripts; has no effect.
-        overlap_with_ddp: has to be False.
+        overlap_with_ddp: must be False.
         ddp: the wrapper whose process group is used.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
@@ -281,19 +281,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         del parameters_as_bucket_view
         if not callable(optimizer_class):
             raise TypeError(
-                "optimizer_class has to be the class of an optimizer, such as torch.optim.AdamW, "
+                "optimizer_class must be the class of an optimizer, such as torch.optim.AdamW, "
                 f"got {type(optimizer_class).__name__}."
             )
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True: steps are taken in step(); leave it out.")
         for name in ("LBFGS", "SparseAdam", "OverlappedOptimizer", "ShardedOptimizer"):
             if _named(optimizer_class, (name,)):
-                raise ValueError(f"a step of {name} cannot be shared out: use it as it is.")
+                raise ValueError(f"a step of {name} cannot be sharded: use it as it is.")
         if ddp is not None and not isinstance(
             getattr(ddp, "process_group", None), dist.ProcessGroup
         ):
             raise TypeError(
-                "ddp has to be a DistributedDataParallel, whose process group is used, got "
+                "ddp must be a DistributedDataParallel, whose process group is used, got "
                 f"{type(ddp).__name__}."
             )
         if process_group is None and ddp is not None:
@@ -406,7 +406,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not isinstance(inner, torch.optim.Optimizer):
                 raise TypeError(f"optimizer_class made a {type(inner).__name__}, not an optimizer.")
             if isinstance(inner, torch.optim.LBFGS):
-                raise ValueError("a step of LBFGS cannot be shared out: use it as it is.")
+                raise ValueError("a step of LBFGS cannot be sharded: use it as it is.")
         except Exception as error:
             refused = error
         said = [f"optimizer_class={type(inner).__name__}"]
@@ -489,11 +489,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shares.core.give_up(f"{type(error).__name__}: {error}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's pieces and receive the others'. Collective; blocks the host.
+        """Step this rank's pieces and receive the others'. Collective.
 
-        After an error on any rank, the parameters have their values from before the step, or on
-        all ranks of a host those from after it (with one rank they may have been stepped), and the
-        process group can no longer be used.
+        Blocks the host for parameters on the CPU; over NCCL, it is enqueued on the current stream.
+        After an error on any rank, the process group can no longer be used, and the parameters have
+        their values from before the step, or on all ranks of a host those from after it (with one
+        rank they may have been stepped). Over NCCL, a later collective raises the error on the
+        other ranks.
 
         Args:
             closure: evaluated first, once.

@@ -85,9 +85,10 @@ class APEX_API ParameterShards {
 
   /// Sends each rank's stepped share to all ranks. Afterwards this rank's parameters are those
   /// after the step. If it throws, they are those from before take_gradients(), provided that they
-  /// are on one device and were not written through .data() since the last publish(). Where ranks
-  /// share memory they may instead be those after the step, and all ranks then agree. Collective.
-  /// Blocks the host (CPU), or is enqueued on the current stream (NCCL).
+  /// are on one device. Where ranks share memory they may instead be those after the step, and all
+  /// ranks then agree; and changes through .data() since the last publish() may be undone, too.
+  /// Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL): then a later
+  /// collective throws, and the parameters are those from before the step or those after it.
   /// @throws CommunicationError.
   void publish();
 

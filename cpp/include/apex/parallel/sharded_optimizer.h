@@ -79,12 +79,15 @@ class ShardedOptimizer {
 
   /// @param costs  cost of each parameter's step; empty: its number of elements. See
   ///               assign_shards().
+  /// @param replicas  all ranks that train the model, if `group` is a part of them, such as the
+  ///                  ranks of one host (distributed::host_id()). Null: `group`.
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
                    c10::intrusive_ptr<c10d::ProcessGroup> group, Options defaults,
-                   const std::vector<double>& costs = {}, bool whole = !steps_elementwise_v<Optim>)
+                   const std::vector<double>& costs = {}, bool whole = !steps_elementwise_v<Optim>,
+                   c10::intrusive_ptr<c10d::ProcessGroup> replicas = {})
       : parameters_(parameters),
-        shards_(std::move(parameters), std::move(group), costs, whole),
+        shards_(std::move(parameters), std::move(group), costs, whole, std::move(replicas)),
         make_([defaults](std::vector<at::Tensor> stepped) {
           return std::make_unique<Optim>(std::move(stepped), defaults);
         }),
@@ -96,9 +99,9 @@ class ShardedOptimizer {
   /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
   /// enqueued on the current stream (NCCL).
   /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws. The
-  ///         other ranks then throw CommunicationError. Parameters are those from before the step,
-  ///         on ranks of one host possibly on all those after it. The group cannot be used any
-  ///         more.
+  ///         other ranks then throw CommunicationError, over NCCL in a later collective. Parameters
+  ///         are those from before the step, or (on all ranks of a host, or over NCCL) those after
+  ///         it. The group cannot be used any more.
   void step() {
     try {
       shards_.take_gradients();
