@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A collective of Python objects, with and without NumPy."""
+"""Collectives of Python objects, with and without NumPy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool
+from ddp_support import RankPool, check, check_equal
 from torch import Tensor
 
-from apex._internal.objects import all_gather_object
+from apex._internal.objects import all_gather_object, gather_object
+from apex.optimizers import ShardedOptimizer
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
@@ -48,3 +49,23 @@ def test_objects_of_different_sizes_reach_every_rank_without_numpy(ranks: RankPo
 def test_trace_of_all_ranks_without_numpy(ranks: RankPool, tmp_path: Any) -> None:
     ranks.run(2, _trace, str(tmp_path / "trace.json"))
     assert (tmp_path / "trace.json").is_file()
+
+
+def _on_one(rank: int, world: int) -> None:
+    with mock.patch.object(Tensor, "numpy", _no_numpy):
+        pair = dist.new_group([0, 2])
+        if rank != 1:
+            found = gather_object("é" * (1 + 50 * rank), 1, pair)
+            check_equal(found, ["é", "é" * 101] if rank == 2 else None, "objects")
+        model = torch.nn.Linear(8, 4096)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+        model(torch.ones(8)).sum().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=1)
+        if rank == 1:
+            state = optimizer.state_dict()["state"]
+            check(bool((state[0]["exp_avg"] != 0).all()), "a part is missing")
+
+
+def test_objects_reach_one_rank_without_numpy(ranks: RankPool) -> None:
+    ranks.run(3, _on_one)

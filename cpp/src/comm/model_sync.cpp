@@ -126,6 +126,8 @@ struct Description {
     return "without " + key;
   }
 
+  std::string tensor(size_t i) const { return i < tensors.size() ? tensors[i] : "missing"; }
+
   static std::string key_of(const std::string& setting) {
     return setting.substr(0, setting.find('='));
   }
@@ -155,10 +157,8 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
   size_t i = 0;
   const size_t both = std::min(expected.tensors.size(), actual.tensors.size());
   while (i < both && expected.tensors[i] == actual.tensors[i]) ++i;
-  out << "parameter " << i << " is "
-      << (i < expected.tensors.size() ? expected.tensors[i] : "missing") << " on rank 0 and "
-      << (i < actual.tensors.size() ? actual.tensors[i] : "missing") << " on rank " << rank << " ("
-      << expected.tensors.size() << " and " << actual.tensors.size()
+  out << "parameter " << i << " is " << expected.tensor(i) << " on rank 0 and " << actual.tensor(i)
+      << " on rank " << rank << " (" << expected.tensors.size() << " and " << actual.tensors.size()
       << " parameters in all). Construct the same model, with the same options, in the same order "
          "on every "
          "rank.";

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A collective of Python objects that works without NumPy, unlike those of torch.distributed.
+"""Collectives of Python objects that work without NumPy, unlike those of torch.distributed.
 
 NumPy is optional for torch and for this package, but torch converts the bytes that it receives by
 ``Tensor.numpy()``.
@@ -20,16 +20,35 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
     Any value that can be pickled. Ranks may give values of different sizes. Blocks the host.
     """
+    sent, lengths = _padded(value, group)
+    received = [torch.empty_like(sent) for _ in lengths]
+    dist.all_gather(received, sent, group=group)
+    return _unpickled(received, lengths)
+
+
+def gather_object(value: Any, to: int, group: dist.ProcessGroup) -> list[Any] | None:
+    """As :func:`all_gather_object` on rank `to` of `group`; None on the other ranks."""
+    sent, lengths = _padded(value, group)
+    here = dist.get_rank(group) == to
+    received = [torch.empty_like(sent) for _ in lengths] if here else None
+    dist.gather(sent, received, dst=dist.get_global_rank(group, to), group=group)
+    return None if received is None else _unpickled(received, lengths)
+
+
+def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
+    """The bytes of the value, as many on every rank, and how many each rank's value has."""
     device = dist.distributed_c10d._get_object_coll_device(group)
-    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    size = torch.tensor([sent.numel()], device=device)
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([own.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(one) for one in sizes]
-    padded = sent.new_zeros(max(lengths))
-    padded[: sent.numel()] = sent
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=group)
+    padded = own.new_zeros(max(lengths))
+    padded[: own.numel()] = own
+    return padded, lengths
+
+
+def _unpickled(received: list[torch.Tensor], lengths: list[int]) -> list[Any]:
     on_host = [one.cpu() for one in received]
     return [
         pickle.loads(ctypes.string_at(one.data_ptr(), length))

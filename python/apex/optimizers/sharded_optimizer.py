@@ -22,6 +22,7 @@ from apex._internal.groups import (
     require_group,
     split,
 )
+from apex._internal.objects import all_gather_object, gather_object
 from apex._internal.optimizer_steps import taking_parts
 from apex._internal.sharded_masters import MASTER_WEIGHTS, ShardedMaster, published
 
@@ -574,16 +575,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group, of_inner in zip(self.param_groups, self.optim.param_groups, strict=True)
         ]
         mine = (pieces_here, settings)
-        rank = dist.get_rank(self._group)
-        sharing = dist.get_world_size(self._group)
-        everything: list[Any] | None = [None] * sharing if to in (None, rank) else None
-        if to is None:
-            assert everything is not None
-            dist.all_gather_object(everything, mine, group=self._group)
-        else:
-            dist.gather_object(
-                mine, everything, dst=dist.get_global_rank(self._group, to), group=self._group
-            )
+        everything = (
+            all_gather_object(mine, self._group)
+            if to is None
+            else gather_object(mine, to, self._group)
+        )
         if everything is None:
             return
         pieces: dict[int, list[tuple[tuple[int, int], dict[str, Any]]]] = {}
