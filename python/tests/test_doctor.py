@@ -367,10 +367,20 @@ def test_job_two_processes_of_one_rank_are_named_by_all(tmp_path: Path, late: bo
         assert re.match(f"apex.doctor: rank 1: {finding}.*\nexit code 1\n$", log), log
 
 
+#: Ranks other than 0 are late to read the conflict.
+LATE_READER = """
+import time
+from apex._doctor import job
+conflict = job._conflict
+job._conflict = lambda store: time.sleep(min(rank, 1)) or conflict(store)
+"""
+
+
 @pytest.mark.processes
 def test_job_two_processes_of_rank_0_on_one_host_are_named(tmp_path: Path) -> None:
-    """One of them owns the port. It waits for rank 2, which never arrives, before it ends."""
-    change = "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
+    """One of them owns the port. It waits for rank 2, which never arrives, and until the others
+    have read the conflict."""
+    change = LATE_READER + "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
     done = run_job(tmp_path, 3, change, "--timeout-s", "10")
     found = [done.stdout + done.stderr] + [
         (tmp_path / f"rank_{rank}.log").read_text() for rank in (1, 2)
