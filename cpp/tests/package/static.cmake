@@ -24,6 +24,9 @@ if(NOT output MATCHES "static library")
 endif()
 file(COPY_FILE "${ARCHIVE}" "${tree}/cpp/libapex_parallel.a")
 run(${CMAKE_COMMAND} --install ${tree} --prefix ${prefix} --component apex_cpp)
+if(NOT EXISTS ${prefix}/share/doc/apex/LICENSE)
+  message(FATAL_ERROR "the license is not installed")
+endif()
 
 foreach(where IN ITEMS "apex_DIR=${tree}" "apex_ROOT=${prefix}")
   run(${CMAKE_COMMAND} -DSOURCE=${SOURCE}/cpp/tests/package/consumer -DBINARY=${BINARY}/consumer
