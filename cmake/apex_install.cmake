@@ -38,6 +38,10 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/cpp/include/apex
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT apex_cpp)
 install(EXPORT apexTargets NAMESPACE apex::
   DESTINATION ${apex_cmake_dir} COMPONENT apex_cpp)
+if(NOT DEFINED SKBUILD)  # a wheel has it in its metadata
+  install(FILES ${PROJECT_SOURCE_DIR}/LICENSE
+    DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/apex COMPONENT apex_cpp)
+endif()
 
 # The requirements of a static library on its consumers: a linker feature that CMake supports since
 # 3.24 and, with CUDA parts, the CUDA runtime, but not nvcc.

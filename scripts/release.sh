@@ -115,6 +115,7 @@ PYTHON
 test_cpp_package() {
   mkdir -p "$work/cpp" && rm -rf "$work/consumer" "$work/c_digits"
   tar -xzf "$1" -C "$work/cpp"
+  [ -f "$work/cpp/$(basename "$1" .tar.gz)/LICENSE" ] || apex_error "$1 has no LICENSE" || return 1
   local torch
   torch=$("$2/bin/python" -c 'import torch; print(torch.__path__[0])')
   apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/tests/package/consumer" \
@@ -160,6 +161,7 @@ for torch in "${torches[@]}"; do
   package=apex-cpp-$(cut -d - -f 2 <<<"$name")-$(cut -d - -f 5 <<<"$name")
   apex_quiet "$venv/bin/cmake" --install "$sources"/build/* --component apex_cpp \
     --prefix "$work/$package"
+  cp "$sources/LICENSE" "$work/$package/"
   tar -czf "$built/$package.tar.gz" -C "$work" "$package"
   rm -rf "${work:?}/$package"
 

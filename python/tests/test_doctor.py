@@ -133,6 +133,29 @@ def test_two_processes_that_fail_keep_what_they_measured_and_say_why() -> None:
     assert in_order(["1048576 bytes", "ulimit -f unlimited"], str(rules.memory_not_shared(case)))
 
 
+#: Starts `here` with a rank 0 that is late to write its results.
+LATE_WRITER = """#!{python}
+import json, sys, time
+from apex._doctor import here
+dumps = json.dumps
+json.dumps = lambda value: time.sleep(2) or dumps(value)
+here.main(sys.argv[3:])  # behind -m and the module
+"""
+
+
+@pytest.mark.processes
+def test_two_processes_results_are_written_before_the_next_backend_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(LATE_WRITER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(here.sys, "executable", str(program))
+    outcome = here.run(["gloo", "no_such_backend"], 60)
+    assert outcome.problem is not None and "did not measure no_such_backend: " in outcome.problem
+    assert [one.backend for one in outcome.measured] == ["gloo"]
+
+
 @pytest.mark.processes
 def test_two_processes_that_take_too_long_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -344,10 +367,20 @@ def test_job_two_processes_of_one_rank_are_named_by_all(tmp_path: Path, late: bo
         assert re.match(f"apex.doctor: rank 1: {finding}.*\nexit code 1\n$", log), log
 
 
+#: Ranks other than 0 are late to read the conflict.
+LATE_READER = """
+import time
+from apex._doctor import job
+conflict = job._conflict
+job._conflict = lambda store: time.sleep(min(rank, 1)) or conflict(store)
+"""
+
+
 @pytest.mark.processes
 def test_job_two_processes_of_rank_0_on_one_host_are_named(tmp_path: Path) -> None:
-    """One of them owns the port. It waits for rank 2, which never arrives, before it ends."""
-    change = "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
+    """One of them owns the port. It waits for rank 2, which never arrives, and until the others
+    have read the conflict."""
+    change = LATE_READER + "os.environ['RANK'] = str(rank % 2)" + PRINT_CODE
     done = run_job(tmp_path, 3, change, "--timeout-s", "10")
     found = [done.stdout + done.stderr] + [
         (tmp_path / f"rank_{rank}.log").read_text() for rank in (1, 2)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed.run as torchrun
 from ddp_support import free_port
 from warm import run_script
 
@@ -46,6 +47,7 @@ TAKES_ALL = """
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--lr")
+    parser.add_argument("files", nargs="*")
     parser.parse_args()
 """
 #: After this, all ranks have started.
@@ -172,10 +174,11 @@ class Job:
                 continue
         return found
 
-    def outlive(self, limit_s: float = 60) -> list[int]:
-        """The processes of :meth:`living` that remain. The kernel ends them one after another."""
+    def outlive(self, expected: int = 0, limit_s: float = 60) -> list[int]:
+        """The processes of :meth:`living`, when no more than expected remain. The kernel ends them
+        one after another."""
         deadline = time.monotonic() + limit_s
-        while (found := self.living()) and time.monotonic() < deadline:
+        while len(found := self.living()) > expected and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
 
@@ -295,6 +298,36 @@ def test_options_script_takes_none_gets_its_arguments_alone(job: Job) -> None:
 
 
 @pytest.mark.processes
+def test_options_are_inserted_before_a_double_dash(job: Job) -> None:
+    job.write(REPORT, TAKES_ALL)
+    done = job.run("--nproc=1", "job.py", "--lr=1", "--", "--world-size", "--rank=7")
+    assert done.returncode == 0, done.stderr
+    options = ["--lr=1", "--rank", "0", "--world-size", "1", "--local_rank", "0"]
+    assert job.report(0)["argv"] == [*options, "--", "--world-size", "--rank=7"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["job.py", "--", "--flag"],
+        ["job.py", "--", "--", "--flag"],
+        ["job.py", "--flag", "--", "x", "--nnodes=7"],
+        ["job.py", "--"],
+        ["--", "job.py", "--flag"],
+    ],
+)
+def test_arguments_double_dash_is_what_torchrun_makes_of_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    job.write(REPORT)
+    monkeypatch.chdir(job.folder)
+    ours = multiproc.parse(["--nproc=1", *arguments], {})
+    theirs = torchrun.parse_args(["--nproc-per-node=1", *arguments])
+    assert ours.arguments == theirs.training_script_args
+    assert (str(ours.script), ours.nnodes) == (theirs.training_script, int(theirs.nnodes[0]))
+
+
+@pytest.mark.processes
 def test_world_size_of_script_is_the_number_of_processes(job: Job) -> None:
     job.write(REPORT, TAKES_ALL)
     done = job.run("job.py", "--world-size", "3", "--lr=1")
@@ -332,6 +365,7 @@ def test_options_taken_source_is_read(tmp_path: Path, source: str, options: set[
         (["--rank"], ["--rank", "5"], ()),
         (["--rank"], ["--rank=5"], ()),
         (["--local_rank"], ["--local-rank=0"], ()),
+        (["--rank"], ["--", "--rank=5"], ("--rank",)),
         ([], [], ()),
     ],
 )
@@ -367,6 +401,8 @@ def test_append_choice_wins_over_the_source(
         (["--world-size"], None),
         (["--world-size=4x"], None),
         (["my--world-size=4"], None),
+        (["--world-size", "4", "--", "--world-size=5"], 4),
+        (["--", "--world-size=5"], None),
         ([], None),
     ],
 )
@@ -516,6 +552,31 @@ def test_killed_launcher_leaves_no_rank(job: Job) -> None:
     launcher.kill()
     job.finish(launcher)  # returns when rank 0 has closed the pipe
     assert job.outlive() == []
+
+
+@pytest.mark.processes
+@linux_only
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_launcher_of_a_node_leaves_no_rank_there(job: Job, killed: int) -> None:
+    """Node 1 stops when node 0's launcher ends. Node 0's ranks would notice that a peer is lost."""
+    job.write(MEET, WAIT)
+    nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    launchers = [
+        job.start(*nodes, f"--node-rank={node}", f"--log-dir=logs_{node}", "job.py")
+        for node in (0, 1)
+    ]
+    assert launchers[0].stdout is not None
+    assert launchers[0].stdout.readline() == "all here\n"
+    assert len(job.living()) == 6
+    launchers[killed].kill()
+    done = job.finish(launchers[1])
+    if killed == 0:
+        assert (done.returncode, job.outlive()) == (1, [])
+        assert "multiproc: node 1: node 0 has failed;" in done.stderr
+    else:
+        assert len(job.outlive(3)) == 3 and launchers[0].poll() is None
+        launchers[0].kill()
+        job.finish(launchers[0])
 
 
 @pytest.mark.processes

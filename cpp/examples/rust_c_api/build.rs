@@ -3,6 +3,7 @@
 //! is installed in another folder than apex, is that of torch.
 
 use std::env;
+use std::path::Path;
 
 fn main() {
     println!("cargo:rerun-if-env-changed=APEX_ROOT");
@@ -11,6 +12,11 @@ fn main() {
         eprintln!("set APEX_ROOT to what `python -m apex.cmake_dir` prints");
         std::process::exit(1);
     };
+    let library = format!("{apex}/lib/libapex_parallel.so");
+    if !Path::new(&library).exists() {
+        eprintln!("{library} does not exist: is APEX_ROOT right, and apex a shared library?");
+        std::process::exit(1);
+    }
     println!("cargo:rustc-link-search=native={apex}/lib");
     println!("cargo:rustc-link-lib=dylib=apex_parallel");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{apex}/lib");

@@ -186,10 +186,12 @@ def _agree(
     if not leads:
         store.wait(["plan"], datetime.timedelta(seconds=2 * timeout_s))
         decided = _get(store, "plan")
-        store.add("joined", -1)
         # The other ranks have a plan and will measure, so this rank must too, unless it is
         # a duplicate.
-        return [], decided, conflict if decided is not None else _conflict(store)
+        if decided is None:
+            conflict = _conflict(store)
+        store.add("joined", -1)  # from here on, the store may end with rank 0
+        return [], decided, conflict
     records = _collect(store, world, timeout_s)
     case = Case([record.facts for record in records])
     problem = _conflict(store) or _why_not(case, world, timeout_s)

@@ -5,9 +5,12 @@
 
 torchrun's agent runs the processes, and stops all of them when one fails. Three differences to
 ``torchrun`` are for scripts written for NVIDIA's Apex. ``--rank``, ``--world-size`` and
-``--local_rank`` are appended if the script's source defines them. A ``--world-size N`` among the
-script's arguments sets the number of processes. Only rank 0 writes to the terminal. Rank N writes
-to ``rank_N.log``, which is removed if it is empty after a job without a failure.
+``--local_rank`` are appended (before a ``--``) if the script's source defines them. A
+``--world-size N`` among the script's options sets the number of processes. Only rank 0 writes to
+the terminal. Rank N writes to ``rank_N.log``, which is removed if it is empty after a job without a
+failure.
+
+If a launcher is killed, the kernel kills its ranks (Linux); other nodes stop if it was node 0's.
 
 The environment contains the variables of ``init_method="env://"``, and ``OMP_NUM_THREADS``. Unless
 already set, that is the number of cores of the node divided by its processes. The exit code is that
@@ -200,7 +203,9 @@ def launch(args: argparse.Namespace) -> int:
     meeting = Rendezvous(*master, args.node_rank, args.nnodes, "multiproc", args.timeout_s)
     logs = RankLogs(args.log_dir)
     append = " ".join(f"{option}={script.RANK_OPTIONS[option]}" for option in args.append)
-    command = ("-I", child.__file__, str(os.getpid()), append, str(args.script), *args.arguments)
+    end = str(1 + script.options_end(args.arguments))  # the script is the first part
+    command = ("-I", child.__file__, str(os.getpid()), append, end, str(args.script))
+    command += tuple(args.arguments)
     spec = WorkerSpec(
         role="rank",
         local_world_size=args.nproc,

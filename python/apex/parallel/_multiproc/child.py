@@ -36,18 +36,20 @@ def kill_children(limit_s: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-def main(launcher: str, options: str, *command: str) -> None:
-    """Replace this process by the command with added options: ``--rank=RANK`` is an option and its
-    environment variable."""
+def main(launcher: str, options: str, end: str, *command: str) -> None:
+    """Replace this process by the command with the options inserted at index ``end``:
+    ``--rank=RANK`` is an option and its environment variable."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the launcher is killed, this process is too
     if os.getppid() != int(launcher):
         sys.exit("multiproc: the launcher has ended.")
     if os.environ["RANK"] != "0":
         fcntl.fcntl(1, fcntl.F_SETFL, os.O_APPEND)  # another job may write to the same file
         os.dup2(1, 2)
+    inserted = []
     for option, variable in (pair.split("=") for pair in options.split()):
-        command += option, os.environ[variable]
-    os.execv(sys.executable, [sys.executable, "-u", *command])
+        inserted += [option, os.environ[variable]]
+    parts = [*command[: int(end)], *inserted, *command[int(end) :]]
+    os.execv(sys.executable, [sys.executable, "-u", *parts])
 
 
 if __name__ == "__main__":

@@ -28,9 +28,15 @@ def options_taken(script: Path) -> tuple[str, ...]:
     return tuple(option for option in RANK_OPTIONS if option in names)
 
 
+def options_end(arguments: Sequence[str]) -> int:
+    """The index of the first ``--``, behind which no argument is an option."""
+    return [*arguments, "--"].index("--")
+
+
 def appended(options: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
     """The first of these options for each value that the arguments do not already set."""
-    given = {RANK_OPTIONS.get(argument.partition("=")[0]) for argument in arguments}
+    before = arguments[: options_end(arguments)]
+    given = {RANK_OPTIONS.get(argument.partition("=")[0]) for argument in before}
     by_value: dict[str, str] = {}
     for option in options:
         by_value.setdefault(RANK_OPTIONS[option], option)
@@ -39,6 +45,6 @@ def appended(options: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...
 
 def world_size(arguments: Sequence[str]) -> int | None:
     """The number after the last ``--world-size``; None without one."""
-    joined = "\0" + "\0".join(arguments) + "\0"
+    joined = "\0" + "\0".join(arguments[: options_end(arguments)]) + "\0"
     found = re.findall(r"(?<=\0)--world[-_]size[=\0](\d+)(?=\0)", joined)
     return int(found[-1]) if found else None
