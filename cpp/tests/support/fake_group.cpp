@@ -121,7 +121,7 @@ class MirrorBackend final : public c10d::Backend {
                                        const std::function<void()>& compute) {
     order(current_stream(), stream_);
     const bool aborted = rules_.aborted && *rules_.aborted;
-    operate(stream_, what, inputs, outputs, [&] {
+    operate(stream_, what, inputs, outputs, [this, aborted, compute, what, outputs] {
       if (!aborted) compute();
       for (const at::Tensor& output : outputs) {
         const at::Tensor bytes = host_alias(output).view({-1}).view(at::kByte);

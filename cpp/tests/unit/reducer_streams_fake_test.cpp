@@ -138,6 +138,29 @@ TEST_P(FakeDeviceReducer, OrdinaryTraining_HasNoRaceAndTheHostDoesNotWait) {
   EXPECT_EQ(reducer.statistics().launched_in_backward, buckets * (kSteps - 1));
 }
 
+TEST_P(FakeDeviceReducer, SumsThatAreClearedInPlace_AreToldFromSumsThatAreKept) {
+  if (world_ == 1) GTEST_SKIP() << "one rank sums nothing";
+  options_.gradient_average = false;
+  ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
+  Reducer reducer(model.parameters, {group_}, options_);
+  const auto backward = [&] {
+    reducer.prepare_for_forward();
+    const at::Tensor y = model.forward(random_batch(12, 6, 1).to(fake::device()));
+    reducer.watch_outputs({y});
+    y.square().mean().backward();
+  };
+  backward();
+  const at::Tensor once = fake::peek(model[0].grad()).clone();
+  for (size_t i = 0; i < model.size(); ++i) {
+    // As _foreach_zero_ on a GPU does, it leaves the version as it is.
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    model[i].grad().zero_();
+  }
+  backward();
+  EXPECT_LT(relative_error(fake::peek(model[0].grad()), once), 1e-6);
+  EXPECT_THROW(backward(), std::runtime_error);
+}
+
 TEST_P(FakeDeviceReducer, EveryOption_HasNoRace) {
   struct Case {
     const char* name;
