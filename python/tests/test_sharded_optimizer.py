@@ -32,7 +32,7 @@ from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 
 pytestmark = pytest.mark.processes
 
-CASES = 40
+CASES = 24
 
 
 def _run(pool: RankPool, first: int, count: int, says: bool = False) -> None:
