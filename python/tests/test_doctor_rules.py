@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor_support import GIB, a_case, a_container, a_rank, all_reduces, hosts, in_order, two
 
-from apex._doctor import facts, network, pairs, report, rules, self_test
+from apex._doctor import facts, here, network, pairs, report, rules, self_test
 from apex._doctor.case import Case, ranks_text
 
 
@@ -272,3 +273,20 @@ def test_recommend_many_gives_the_five_most_important_in_order() -> None:
 )
 def test_ranks_text_runs_are_short(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+def literals(source: str) -> list[str]:
+    """The string literals of a C++ source in cpp/src/comm, adjacent ones joined."""
+    text = (Path(__file__).resolve().parents[2] / "cpp" / "src" / "comm" / source).read_text()
+    return re.findall(r'"([^"\n]*)"', re.sub(r'"\s*"', "", text))
+
+
+def test_memory_not_shared_words_are_those_of_the_library() -> None:
+    """The library gives its reason as the text of a warning."""
+    begin, end = here.NOT_SHARED.pattern.split("(.*)")
+    sentences = literals("host_topology.cpp")
+    assert [text for text in sentences if re.search(begin, text)]
+    assert [text for text in sentences if end in text]
+    reasons = literals("host_memory.cpp")
+    for part in rules.NOT_SHARED_REMEDIES.keys() - {"APEX_HOST_CHANNEL=0"}:
+        assert [text for text in reasons if part in text], part

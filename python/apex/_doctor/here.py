@@ -27,8 +27,8 @@ import torch.distributed as dist
 from apex._doctor import measure
 
 _RESULTS = "results"
-#: Extracts the reason from the warning of the backend `apex`.
-_NOT_SHARED = re.compile(r"apex: the ranks communicate .*?, since (.*); APEX_HOST_")
+#: Extracts the reason from the warning of the backend `apex` (cpp/src/comm/host_topology.cpp).
+NOT_SHARED = re.compile(r"apex: the ranks communicate .*?, since (.*); APEX_HOST_")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _run(backends: Sequence[str], timeout_s: float, caught: Sequence[int]) -> Ou
                 why = lines[-1] if lines else f"process {rank} ended with exit code {codes[rank]}"
                 break
         problem = f"two processes here {failure}: {why}"
-    reason = _NOT_SHARED.search("\n".join(output))
+    reason = NOT_SHARED.search("\n".join(output))
     return Outcome(tuple(measured), reason[1] if reason else None, problem)
 
 

@@ -188,17 +188,21 @@ def slow_link(case: Case) -> Recommendation | None:
     return Recommendation("slow_link", ", and ".join(phrases), remedy)
 
 
+#: By a part of the reason. Other parts than the first come from cpp/src/comm/host_memory.cpp.
+NOT_SHARED_REMEDIES = {
+    "APEX_HOST_CHANNEL=0": "unset the variable",
+    "ulimit -f": "raise the limit of file sizes, ulimit -f unlimited",
+    "memfd_create": "allow the system call memfd_create in the container's seccomp profile",
+    "/proc/": "start all ranks of the host as one user, in one container",
+}
+
+
 def memory_not_shared(case: Case) -> Recommendation | None:
     reason = case.not_shared
     if reason is None:
         return None
-    remedies = {
-        "APEX_HOST_CHANNEL=0": "unset the variable",
-        "ulimit -f": "raise the limit of file sizes, ulimit -f unlimited",
-        "memfd_create": "allow the system call memfd_create in the container's seccomp profile",
-        "/proc/": "start all ranks of the host as one user, in one container",
-    }
-    remedy = next((remedies[part] for part in remedies if part in reason), "correct that")
+    remedies = [text for part, text in NOT_SHARED_REMEDIES.items() if part in reason]
+    remedy = remedies[0] if remedies else "correct that"
     return Recommendation(
         "memory_not_shared",
         "ranks of this host do not share memory, so every collective uses Gloo's sockets "
