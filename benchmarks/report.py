@@ -5,7 +5,7 @@
 
 It rewrites the page. With --check, it reports whether the page would change. The text between
 `<!-- results: NAME -->` and `<!-- end -->` is replaced by the machine, the command and the tables
-of NAME.json, and the plot NAME.png if it exists. NAME.json comes from ddp.py,
+of NAME.json, and the plot NAME.png if it exists. NAME.json comes from ddp.py, sharded.py,
 overlapped_optimizer.py, overhead.py, host_channel.py, sync_batch_norm.py or Google Benchmark.
 """
 
@@ -25,6 +25,7 @@ import host_channel
 import instructions
 import overhead
 import overlapped_optimizer
+import sharded
 import sync_batch_norm
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -107,6 +108,8 @@ def section(name: str) -> str:
         tables = instructions.report(data["instructions"])
     elif "results" in data and "steps" in data["settings"]:
         tables = "\n".join(overlapped_optimizer.report(result) for result in data["results"])
+    elif "results" in data and "optimizers" in data["settings"]:
+        tables = "\n".join(sharded.report(result) for result in data["results"])
     elif "backend" in data:
         tables = backend.report(data)
     elif "host" in data:
