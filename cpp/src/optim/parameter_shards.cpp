@@ -388,6 +388,7 @@ struct ParameterShards::State {
 
   void exchange(OnDevice& device, const std::string& what) {
     if (device.shared) return device.shared->exchange(steps + 1, what);
+    if (device.saved.numel() == 0) return;  // on every rank
     const c10::OptionalDeviceGuard guard(device.saved.device());
     const at::Tensor mine = device.copy(rank);
     const auto ranks = static_cast<int64_t>(shards.size());
