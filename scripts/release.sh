@@ -131,7 +131,8 @@ test_cpp_package() {
   apex_quiet "$work/c_digits/c_digits" --help
 }
 
-# The environment is inside the sources, as with scripts/test.sh, so ccache reuses compilations of that script.
+# The environment is inside the sources. ccache makes the paths of both relative, so a run reuses the compilations of an
+# earlier one.
 sdist='' built=$work/built sources=$work/sources venv=$work/sources/.venv number=0
 for torch in "${torches[@]}"; do
   number=$((number + 1))
@@ -148,6 +149,7 @@ for torch in "${torches[@]}"; do
   rm -rf "$sources/build"  # it may be of another torch
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
+    export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$sources}
   fi
   PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
     apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
