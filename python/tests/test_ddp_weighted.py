@@ -7,6 +7,7 @@ More partitions: ``python python/tests/test_ddp_weighted.py --cases 1000``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
@@ -212,6 +213,38 @@ def _half(rank: int, world: int) -> None:
 
 def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
     ranks.run(2, _half)
+
+
+def _cleared_in_place(rank: int, world: int) -> None:
+    """Gradients that are zero are cleared, however that was done; others are not."""
+    for options in ({"gradient_average": "weighted"}, {"gradient_average": False}):
+        ddp = _ddp(**options)
+        weighted = options["gradient_average"] == "weighted"
+
+        def backward(ddp: nn.Module = ddp, weighted: bool = weighted) -> None:
+            with ddp.weight(2) if weighted else contextlib.nullcontext():  # type: ignore[operator]
+                ddp(torch.ones(2, 4)).sum().backward()
+
+        grads: list[torch.Tensor] = []
+        for clear in (lambda g: g.zero_(), lambda g: g.data.zero_(), lambda g: g.data.mul_(0)):
+            for p in ddp.parameters():
+                if p.grad is not None:
+                    clear(p.grad)
+            backward()
+            found = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+            check(not grads or torch.equal(found, grads[0]), "a gradient was added")
+            grads.append(found.clone())
+        with raises(RuntimeError, "still held the gradient"):
+            backward()
+
+
+def test_weighted_gradients_cleared_in_place_are_told_from_kept_ones(ranks: RankPool) -> None:
+    ranks.run(2, _cleared_in_place)
+    ranks.run(1, _nothing)
+
+
+def _nothing(rank: int, world: int) -> None:
+    pass
 
 
 def _shrinking(rank: int, world: int, hook: str | None) -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_support import check, check_equal, check_same_on_all_ranks, raises
+from ddp_support import check, check_equal, check_same_on_all_ranks, forget_amp, raises
 from hosts_support import run_on_hosts
 from torch import nn
 
+from apex import amp
 from apex.optimizers import ShardedOptimizer
 from apex.parallel import DistributedDataParallel
 
@@ -199,3 +200,49 @@ def _disagree(rank: int, world: int) -> None:
 
 def test_sharded_optimizer_ranks_that_disagree_on_hosts_raise() -> None:
     run_on_hosts([1, 1], _disagree)
+
+
+def _half(rank: int, world: int, shard: bool) -> None:
+    """amp at O2 where a host has one rank only."""
+    results = []
+    for sharded in (True, False):
+        torch.manual_seed(3)
+        model: Any = _model()
+        optimizer: Any = (
+            ShardedOptimizer(
+                model.parameters(), torch.optim.AdamW, lr=0.01, shard_master_weights=shard
+            )
+            if sharded
+            else torch.optim.AdamW(model.parameters(), lr=0.01)
+        )
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", cast_model_type=torch.bfloat16, verbosity=0
+        )
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.randn(4, 30)).square().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+        forget_amp()
+    for mine, theirs in zip(*results, strict=True):
+        check_equal(mine, theirs, "parameters")
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_sharded_optimizer_with_amp_where_a_host_has_one_rank(shard: bool) -> None:
+    run_on_hosts([2, 1], _half, shard)
+
+
+def _unreadable(rank: int, world: int, folder: str) -> None:
+    """All ranks raise if one cannot read the checkpoint."""
+    _, sharded, _, _ = _pair(rank, torch.optim.AdamW, {})
+    with raises(dcp.CheckpointException, "metadata"):
+        sharded.load_sharded_state_dict(folder if rank != 1 else folder + "no")
+
+
+def test_sharded_optimizer_checkpoint_that_one_rank_cannot_read() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_hosts([3, 1], _saves, folder)
+        run_on_hosts([2, 1], _unreadable, f"{folder}/pieces")

@@ -21,6 +21,8 @@ from ddp_support import (
     check,
     check_equal,
     check_same_on_all_ranks,
+    forget_amp,
+    host_channel,
     raises,
 )
 from sharded_cases import run_seeds
@@ -356,6 +358,83 @@ def test_sharded_optimizer_step_that_raises_leaves_all_ranks_before_it(
     ranks.run(3, _raises, how)
     # another number of ranks makes the pool create a new group, as this one is unusable
     ranks.run(1, _nothing)
+
+
+def _after_a_failure(rank: int, world: int, channel: str) -> None:
+    """Neither this optimizer nor another one of the group steps after a failed step."""
+    with host_channel(channel):
+        model = _model()
+        failing, other = _sharded(model, Fails), _sharded(model, torch.optim.SGD)
+        _backward(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        with raises(ArithmeticError if rank == 1 else RuntimeError):
+            failing.step()
+        for optimizer in (failing, other):
+            with raises(RuntimeError, "an earlier step of a ShardedOptimizer"):
+                optimizer.step()
+        with raises(RuntimeError, f"rank {rank}: a step of this ShardedOptimizer has failed"):
+            failing.consolidate_state_dict(to=None)
+        for p, old in zip(model.parameters(), before, strict=True):
+            check_equal(p.detach(), old, "parameters")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL, a later call fails")
+@pytest.mark.parametrize("channel", ["1", "0"])
+def test_sharded_optimizer_refuses_to_go_on_after_a_failure(ranks: RankPool, channel: str) -> None:
+    ranks.run(3, _after_a_failure, channel)
+    ranks.run(1, _nothing)
+
+
+def _amp_resumes(rank: int, world: int, early: bool) -> None:
+    """At O2 with whole master weights, which sharing moves when a state is loaded."""
+
+    def made(sharded: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        model = nn.Linear(40, 200)
+        optimizer: Any = (
+            _sharded(model, lr=0.01) if sharded else torch.optim.AdamW(model.parameters(), lr=0.01)
+        )
+        return amp.initialize(  # type: ignore[return-value]
+            model, optimizer, opt_level="O2", cast_model_type=torch.bfloat16, loss_scale=8.0,
+            verbosity=0,
+        )  # fmt: skip
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        x = torch.sin(torch.arange(200.0).view(5, 40) * (number + 1))
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    results = []
+    for sharded in (True, False):
+        model, optimizer = made(sharded)
+        for number in range(2):
+            step(model, optimizer, number)
+        if sharded:
+            optimizer.consolidate_state_dict(to=None)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        forget_amp()
+        model, optimizer = made(sharded)
+        if early:
+            step(model, optimizer, 9)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        for number in range(2, 4):
+            step(model, optimizer, number)
+        extra = nn.Parameter(torch.full((70, 70), 0.3, dtype=torch.bfloat16))
+        optimizer.add_param_group({"params": [extra]})
+        step(model, optimizer, 4)
+        results.append([p.detach().clone() for p in model.parameters()])
+        forget_amp()
+    for mine, theirs in zip(*results, strict=True):
+        check_equal(mine, theirs, "parameters")
+    check_same_on_all_ranks(results[0], "parameters")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_sharded_optimizer_with_amp_resumes_and_takes_groups(ranks: RankPool, early: bool) -> None:
+    ranks.run(2, _amp_resumes, early)
 
 
 def main() -> int:

@@ -208,9 +208,20 @@ struct ParameterShards::State {
     return parameters[static_cast<size_t>(piece.parameter)].tensor;
   }
 
+  std::string me() const { return "rank " + std::to_string(replicas->getRank()) + ": "; }
+
+  /// After a failure, ranks may be in different steps, and their collectives would not match.
+  void refuse_failed() const {
+    if (!has_failed(*group) && !has_failed(*replicas)) return;
+    throw CommunicationError(
+        me() +
+        "an earlier step of a ShardedOptimizer, or another collective of its process group, has "
+        "failed, and ranks may have parameters of different steps: restart with a new process "
+        "group and a new optimizer, from a checkpoint");
+  }
+
   [[noreturn]] void refuse(const NamedTensor& parameter, const std::string& why) const {
-    throw InvalidArgument("rank " + std::to_string(rank) + ": parameter '" + parameter.name + "' " +
-                          why);
+    throw InvalidArgument(me() + "parameter '" + parameter.name + "' " + why);
   }
 
   void require_usable(const NamedTensor& parameter) const {
@@ -500,12 +511,12 @@ const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_-
 void ParameterShards::take_gradients() {
   State& state = *state_;
   const at::NoGradGuard no_grad;
+  state.refuse_failed();
   const bool moved = state.follow_memory();
   for (const NamedTensor& parameter : state.parameters) {
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && grad.layout() != at::kStrided) {
-      throw InvalidArgument("rank " + std::to_string(state.rank) + ": the gradient of parameter '" +
-                            parameter.name +
+      throw InvalidArgument(state.me() + "the gradient of parameter '" + parameter.name +
                             "' is sparse, and a sharded optimizer cannot step it: construct the "
                             "layer with sparse=False, or give it an optimizer of its own");
     }
@@ -566,8 +577,10 @@ void ParameterShards::give_up(const std::string& why) noexcept {
     // Notifying the other ranks matters more than this error.
   }
   const std::string what = "a step of a ShardedOptimizer: " + why;
-  if (!state.alone()) announce_failure(*state.group, what);
-  if (state.replicas->getSize() > state.group->getSize()) announce_failure(*state.replicas, what);
+  // The first failure is the cause of later ones.
+  if (!state.alone() && !has_failed(*state.group)) announce_failure(*state.group, what);
+  if (state.replicas->getSize() > state.group->getSize() && !has_failed(*state.replicas))
+    announce_failure(*state.replicas, what);
   if (!state.alone()) state.wait_for_others();
 }
 

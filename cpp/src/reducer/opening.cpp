@@ -18,18 +18,18 @@ namespace {
 
 // Note [Gradients cleared in place]
 //
-// Optimizers with fused=True or foreach=True clear gradients in place by one operator for all of
-// them, which on a GPU does not change the tensors' versions. So gradients on a device that seem to
-// be kept from the last reduction are compared with zero. The host waits for that, but only if such
-// a gradient is there and would be summed again. While a graph is captured, it cannot wait, and the
-// gradients count as cleared.
+// Some ways to clear gradients in place do not change the tensors' versions: through .data, and on
+// a GPU by one operator for all of them, as optimizers with fused=True or foreach=True do. So
+// gradients that seem to be kept from the last reduction are compared with zero. On a device the
+// host waits for that, but only if such a gradient is there and would be summed again. While a
+// graph is captured, it cannot wait, and the gradients count as cleared.
 
-/// Clears the mark of gradients on devices that are zero.
+/// Clears the mark of gradients that are zero.
 void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& gradients) {
   std::vector<size_t> kept;
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!gradients[i].stale || parameters[i].variable.is_cpu()) continue;
+    if (!gradients[i].stale) continue;
     at::Tensor grad = parameters[i].variable.grad().detach();
     grad = grad.layout() == at::kSparse ? grad._values() : in_memory(grad);
     if (grad.numel() == 0) continue;
@@ -128,7 +128,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     if (!context.leaves_sums() && !context.joining) continue;
     pass.gradients[i].stale = parameter.holds_reduced();
   }
-  find_cleared(parameters, pass.gradients);
+  if (context.leaves_sums()) find_cleared(parameters, pass.gradients);
   const StepTable* last = state.reporter.look_back();
   if (last != nullptr && last->hooks_apart()) context.fail();
   state.reporter.backward_began();

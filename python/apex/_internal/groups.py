@@ -156,6 +156,12 @@ def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) ->
         )
 
 
+def _other_backend(group: dist.ProcessGroup) -> str | None:
+    """What new_group() needs for the backends of ``group``; None for those of the default group."""
+    own = dist.get_backend_config(group)
+    return None if own == dist.get_backend_config() else own
+
+
 def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Create another group over the ranks of ``group``, with its backends and timeout.
 
@@ -175,7 +181,12 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         if local:
             _require_same_count(group, "num_allreduce_streams > 1", "num_allreduce_streams=1")
         new_group: Any = dist.new_group
-        made = new_group(ranks, use_local_synchronization=local, timeout=timeout_of(group))
+        made = new_group(
+            ranks,
+            use_local_synchronization=local,
+            timeout=timeout_of(group),
+            backend=_other_backend(group),
+        )
     return cast(dist.ProcessGroup, made)
 
 
@@ -223,7 +234,10 @@ def split(
     mine = next(i for i, part in enumerate(parts) if group.rank() in part)
     lists = [[number[rank] for rank in part] for part in parts]
     if all_ranks:
-        made = [dist.new_group(ranks=ranks, timeout=timeout_of(group)) for ranks in lists][mine]
+        made = [
+            dist.new_group(ranks=ranks, timeout=timeout_of(group), backend=_other_backend(group))
+            for ranks in lists
+        ][mine]
         return cast(dist.ProcessGroup, made)
     if device is not None:  # see Note [Communicators that are split]
         raise ValueError(
@@ -232,7 +246,12 @@ def split(
         )
     _require_same_count(group, argument, remedy)
     new_group: Any = dist.new_group
-    made = new_group(lists[mine], use_local_synchronization=True, timeout=timeout_of(group))
+    made = new_group(
+        lists[mine],
+        use_local_synchronization=True,
+        timeout=timeout_of(group),
+        backend=_other_backend(group),
+    )
     return cast(dist.ProcessGroup, made)
 
 

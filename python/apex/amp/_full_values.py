@@ -68,6 +68,11 @@ class FullValue:
         if self.master is not None:
             self._master_then = _written(self.master)
 
+    def note_move(self) -> None:
+        """Record that the memory of the master weight was replaced."""
+        if self.master is not None:
+            self._master_then = _written(self.master)
+
     def master_changed(self) -> bool:
         """Whether the master weight was written since then, with a version or address change."""
         return self.master is not None and _written(self.master) != self._master_then

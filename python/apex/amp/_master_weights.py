@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,6 +100,14 @@ class MasterWeights:
                 for key, value in state.pop(param).items()
             }
         return master
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Master weights get other memory inside. This does not count as a change of them."""
+        kept = [record for _, _, record in self._model_of.values() if not record.master_changed()]
+        yield
+        for record in kept:
+            record.note_move()
 
     @torch.no_grad()
     def follow_model(self) -> None:

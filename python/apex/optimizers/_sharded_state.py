@@ -36,6 +36,8 @@ class ShardedState(torch.optim.Optimizer):
     #: Settings that steps change. Some optimizers count their steps in a group that they step.
     _counted: set[str]
     _has_state: bool
+    #: A step has failed on this rank.
+    _failed: bool
     #: From consolidate_state_dict(), with the groups' settings that go with it.
     _whole_state: dict[int, Any] | None
     _whole_settings: list[dict[str, Any]]
@@ -67,7 +69,7 @@ class ShardedState(torch.optim.Optimizer):
             ValueError: there is no such rank.
         """
         world = dist.get_world_size(self._replicas)
-        if to is not None and (not isinstance(to, int) or not 0 <= to < world):
+        if to is not None and (type(to) is not int or not 0 <= to < world):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
         self._whole_state = None
         if to is not None and self._hosts:
@@ -112,6 +114,12 @@ class ShardedState(torch.optim.Optimizer):
 
         Master weights are among it, as MASTER_WEIGHTS.
         """
+        if self._failed:
+            raise RuntimeError(
+                f"rank {dist.get_rank(self._replicas)}: a step of this ShardedOptimizer has "
+                "failed, and the ranks' shares of the state may be of different steps: load a "
+                "checkpoint into a new optimizer."
+            )
         self._follow_groups()
         if self._shares.masters:
             self._amp_stash.follow_model()  # type: ignore[attr-defined]
@@ -253,7 +261,7 @@ class ShardedState(torch.optim.Optimizer):
         small = load_entries(
             checkpoint,
             name,
-            self._group,
+            self._replicas,
             lambda path: (
                 parts.get(int(path[1]))
                 if path[0] == MASTER_WEIGHTS and path[1] in sharded
@@ -264,7 +272,7 @@ class ShardedState(torch.optim.Optimizer):
         keys = self._keys(small["param_groups"])
         own = {str(keys[place]): part for place, part in parts.items()}
         state = load_entries(
-            checkpoint, name, self._group, lambda path: path[0] == "state" and own.get(path[1])
+            checkpoint, name, self._replicas, lambda path: path[0] == "state" and own.get(path[1])
         ).get("state", {})
         self._load(small["param_groups"], lambda parameter, span, key: state.get(key))
 

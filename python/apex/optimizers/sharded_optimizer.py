@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -319,7 +320,7 @@ class ShardedOptimizer(ShardedState):
             cost or _default_cost(optimizer_class),
             whole_parameters,
         )
-        self._shards_masters = shard_master_weights and dist.get_world_size(self._group) > 1
+        self._shards_masters = shard_master_weights and dist.get_world_size(self._replicas) > 1
         self._inner_defaults = defaults
         self._inner: torch.optim.Optimizer | None = None
         # set by a step or a state dict; Adagrad's constructor also creates state
@@ -330,6 +331,7 @@ class ShardedOptimizer(ShardedState):
         self._whole_settings: list[dict[str, Any]] = []
         self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
         self._in_pre_hooks = False
+        self._failed = False
         super().__init__(params, dict(defaults))
         self._share_out()
 
@@ -367,7 +369,8 @@ class ShardedOptimizer(ShardedState):
     def _share_out(self) -> None:
         """Shard everything: at first, and when amp has replaced parameters by master weights."""
         shares = self._new_shares()
-        shares.add(self.param_groups)
+        with self._moving():
+            shares.add(self.param_groups)
         groups = [
             {**settings_of(group), "params": shares.of(group["params"])}
             for group in self.param_groups
@@ -388,6 +391,11 @@ class ShardedOptimizer(ShardedState):
         self.defaults = inner.defaults
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
             _take_defaults(group, of_inner)
+
+    def _moving(self) -> contextlib.AbstractContextManager[None]:
+        """Sharing moves parameters, also the master weights of amp."""
+        stash = getattr(self, "_amp_stash", None)
+        return contextlib.nullcontext() if stash is None else stash.moving()
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Create the inner optimizer. If one rank's parameters are refused, all ranks raise."""
@@ -428,7 +436,8 @@ class ShardedOptimizer(ShardedState):
         if (stash := getattr(self, "_amp_stash", None)) is not None:
             stash.collect()  # creates their master weights, which are stepped
         try:
-            self._shares.add([group])
+            with self._moving():
+                self._shares.add([group])
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -478,6 +487,7 @@ class ShardedOptimizer(ShardedState):
         return step
 
     def _give_up(self, error: BaseException) -> None:
+        self._failed = True
         self._shares.core.give_up(f"{type(error).__name__}: {error}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -485,9 +495,9 @@ class ShardedOptimizer(ShardedState):
 
         Blocks the host for parameters on the CPU; over NCCL, it is enqueued on the current stream.
         After an error on any rank, the process group can no longer be used, and the parameters have
-        their values from before the step, or on all ranks of a host those from after it (with one
-        rank they may have been stepped). Over NCCL, a later collective raises the error on the
-        other ranks.
+        their values from before the step, or all those from after it (with one rank they may have
+        been stepped). Ranks that share memory agree on that. Over NCCL, a later collective raises
+        the error on the other ranks.
 
         Args:
             closure: evaluated first, once.
@@ -520,7 +530,9 @@ class ShardedOptimizer(ShardedState):
         except BaseException as error:
             self._give_up(error)
             raise
+        self._failed = True
         self._shares.core.publish()
+        self._failed = False
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
             changed = {k: v for k, v in settings_of(of_inner).items() if v is not group.get(k)}
             self._counted.update(changed)

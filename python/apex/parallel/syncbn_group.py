@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from apex import _core
 from apex._internal.group_names import name_of
 from apex._internal.groups import (
     end_groups_at_exit,
@@ -83,7 +84,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
     Collective: every rank of the default group calls it with the same number. ``0`` returns None,
     which means all ranks. The groups have the timeout of the default group.
 
-    Raises ValueError if the world size is not a multiple of ``group_size``.
+    Raises ValueError if the world size is not a multiple of ``group_size``, and RuntimeError if
+    ranks give different ones.
     """
     if group_size == 0:
         return None
@@ -94,6 +96,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"create_syncbn_process_group: {world_size} ranks cannot be split into groups of "
             f"{group_size}; choose a group_size that divides the world size."
         )
+    said = [f"group_size={group_size} in create_syncbn_process_group"]
+    _core.verify_same_model([], [], said, name_of(world_group()))
     parts = [list(range(i, i + group_size)) for i in range(0, world_size, group_size)]
     group = split(world_group(), parts, "group_size", "group_size=0")
     end_groups_at_exit()

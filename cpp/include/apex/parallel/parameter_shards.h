@@ -79,7 +79,8 @@ class APEX_API ParameterShards {
   /// Gives each tensor its part of the parameter's gradient, or none if the gradient is undefined.
   /// Handles a parameter whose memory was replaced (`.data = ...`).
   /// @throws InvalidArgument for a sparse gradient, or a parameter whose dtype, device or number of
-  ///         elements has changed, naming it.
+  ///         elements has changed, naming it; CommunicationError if a step or another collective of
+  ///         the group has failed on this rank.
   void take_gradients();
   void drop_gradients();
 
