@@ -78,7 +78,7 @@ def test_run_without_googletest_measures_everything(tmp_path: Path) -> None:
     for phase in ("extension", "norm", "nccl", "sync_bn", "ddp_1", "ddp_2", "overhead"):
         assert ended[phase] == "ok", phase
     assert {path.stem for path in out.glob("*.json")} == {
-        "gpu-sync-batch-norm", "gpu-ddp-1", "gpu-ddp-2", "gpu-overhead"
+        "gpu-sync-batch-norm", "gpu-ddp-1", "gpu-ddp-2", "gpu-overhead", "gpu-sharded-1"
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <iostream>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -282,14 +283,18 @@ std::string failures_of(const std::vector<ProcessResult>& results) {
 int free_port() { return OccupiedPort().port(); }
 
 OccupiedPort::OccupiedPort() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  // Not one that the system chooses: it may give that to a connection before a rank listens there.
+  std::mt19937 random(std::random_device{}());
+  std::uniform_int_distribution<int> ports(10000, 28000);
   auto address = loopback();
-  socklen_t length = sizeof(address);
-  if (socket_ < 0 || bind(socket_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      listen(socket_, 1) != 0 ||
-      getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    throw_errno("a free port");
+  for (int tries = 0; socket_ >= 0 && tries < 100; ++tries) {
+    port_ = ports(random);
+    address.sin_port = htons(static_cast<uint16_t>(port_));
+    if (bind(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) continue;
+    if (listen(socket_, 1) == 0) return;
+    break;
   }
-  port_ = ntohs(address.sin_port);
+  throw_errno("a free port");
 }
 
 OccupiedPort::~OccupiedPort() {
