@@ -39,6 +39,7 @@ SLOWEST = (
     "test_examples_mnist",
     "test_ddp_compile",
     "test_multiproc",
+    "test_campaign",
     "test_package_examples",
     "test_package_wheel",
     "test_doctor",
