@@ -690,7 +690,7 @@ void BucketMessage::measure_on_device() {
   const at::TensorOptions kind = at::TensorOptions(device_).dtype(at::kDouble);
   own_on_device_ = at::zeros({static_cast<int64_t>(slots_.size())}, kind);
   if (values.empty()) return;
-  const at::Tensor norms = at::stack(norms_on_device(values));
+  const at::Tensor norms = at::stack(norms_of(values));
   own_on_device_.index_copy_(0, at::tensor(places, at::kLong).to(device_), norms.square());
 }
 

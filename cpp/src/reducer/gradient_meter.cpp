@@ -51,7 +51,7 @@ void GradientMeter::add_reduced(const std::vector<BucketMessage::Slot>& slots, i
 
 void GradientMeter::read_devices() {
   if (values_.empty()) return;
-  std::vector<at::Tensor> norms = norms_on_device(values_);
+  std::vector<at::Tensor> norms = norms_of(values_);
   for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
   const at::Tensor squares = at::stack(norms).square().cpu();
   for (size_t i = 0; i < on_device_.size(); ++i)

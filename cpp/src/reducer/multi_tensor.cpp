@@ -122,11 +122,11 @@ at::Tensor flat_alias(const at::Tensor& tensor) {
   return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
 }
 
-std::vector<at::Tensor> norms_on_device(std::vector<at::Tensor> values) {
+std::vector<at::Tensor> norms_of(std::vector<at::Tensor> values, double order) {
   for (at::Tensor& one : values) {
     if (one.is_complex()) one = at::view_as_real(one.resolve_conj());
   }
-  return at::_foreach_norm(values, 2, at::kDouble);
+  return at::_foreach_norm(values, order, at::kDouble);
 }
 
 }  // namespace apex::parallel

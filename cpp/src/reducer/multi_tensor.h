@@ -25,8 +25,9 @@ bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double
 /// squares] in square_sums.h.
 double sum_of_squares(const at::Tensor& tensor);
 
-/// The norm of each tensor on a device, in float64. Does not block the host.
-std::vector<at::Tensor> norms_on_device(std::vector<at::Tensor> values);
+/// The norm of each tensor on its device, in float64, by torch's operator. Does not block the host.
+/// @param order  of all real numbers in the tensor: 2, or infinity for the largest magnitude.
+std::vector<at::Tensor> norms_of(std::vector<at::Tensor> values, double order = 2);
 
 /// The memory of a non-overlapping and dense tensor as a contiguous 1-D alias, real-valued (a
 /// complex tensor of n elements gives 2n).

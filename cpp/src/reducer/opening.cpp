@@ -10,6 +10,7 @@
 #include <apex/error.h>
 
 #include "distributed/backends.h"
+#include "reducer/multi_tensor.h"
 #include "tensor_parts.h"
 
 namespace apex::parallel::detail {
@@ -34,15 +35,15 @@ void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& 
     grad = grad.layout() == at::kSparse ? grad._values() : in_memory(grad);
     if (grad.numel() == 0) continue;
     kept.push_back(i);
-    values.push_back(grad.is_complex() ? at::view_as_real(grad.resolve_conj()) : grad);
+    values.push_back(grad);
   }
   if (values.empty()) return;
   const auto mark = distributed::make_stream_mark();
   const bool captured = mark && !mark->set();
   std::vector<at::Tensor> norms;
-  if (!captured) norms = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
-  for (at::Tensor& norm : norms) norm = norm.to(norms.front().options());
-  const at::Tensor largest = captured ? at::Tensor() : at::stack(norms).to(at::kCPU, at::kDouble);
+  if (!captured) norms = norms_of(values, std::numeric_limits<double>::infinity());
+  for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
+  const at::Tensor largest = captured ? at::Tensor() : at::stack(norms).cpu();
   for (size_t i = 0; i < kept.size(); ++i) {
     if (captured || largest.const_data_ptr<double>()[i] == 0) gradients[kept[i]].stale = false;
   }
