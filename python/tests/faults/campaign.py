@@ -111,17 +111,15 @@ def free_port() -> int:
             return one.getsockname()[1]
 
 
-def processes_of(pids: list[int]) -> list[int]:
-    """The processes that still run in the sessions of the ranks."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[3]) in pids and fields[0] != "Z":
-                found.append(int(entry))
+def processes_of(pids: list[int]) -> dict[int, str]:
+    """The processes that still run in the sessions of the ranks, and what each does."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[3]) in pids and fields[0] != "Z":
+                    found[int(entry.name)] = f"{fields[0]} {(entry / 'wchan').read_text()}"
     return found
 
 
@@ -134,6 +132,7 @@ class Running:
         self._struck: float | None = None
         self._undone = False
         self._begun = time.time()
+        self.paused = 0.0  # seconds in which the machine did not let the campaign run
         port = free_port()
         self._ids = []
         for rank in range(case.world):
@@ -194,7 +193,7 @@ class Running:
         waited_for = survivors
         if not fault.startswith(("killed", "exits")) and fault != "stopped":
             waited_for = list(range(case.world))  # the culprit lives, and has to end too
-        limit = TIMEOUT + GRACE + (PAUSE if fault.endswith("5 s") else 0)
+        limit = TIMEOUT + GRACE + (PAUSE if fault.endswith("5 s") else 0) + self.paused
         start = self._struck if self._struck is not None else self._begun + TO_START
         alive = [rank for rank in waited_for if self._alive(rank)]
         if alive and time.time() < start + limit:
@@ -202,6 +201,9 @@ class Running:
         hung = [rank for rank in alive if not self._is_through(rank)]
         if alive and not hung and time.time() < start + limit + TO_END:
             return None
+        pids = [self._zygote.pids[self._ids[rank]] for rank in alive]
+        if alive and not processes_of(pids) and time.time() < start + limit + 5 * TO_END:
+            return None  # they have ended, and the zygote has not been scheduled since
         return self._judge(survivors, waited_for, hung or alive)
 
     def _is_through(self, rank: int) -> bool:
@@ -220,9 +222,10 @@ class Running:
     def _judge(self, survivors: list[int], waited_for: list[int], hung: list[int]) -> Outcome:
         case = self.case
         pids = [self._zygote.pids[one] for one in self._ids]
+        doing = {rank: processes_of([pids[rank]]) for rank in hung}
         if os.environ.get("APEX_FAULTS_STACKS"):
             for rank in hung:
-                for pid in processes_of([pids[rank]]):
+                for pid in doing[rank]:
                     bt = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 14"]
                     print(pid, subprocess.run(bt, capture_output=True, text=True).stdout)
         for rank in range(case.world):
@@ -293,6 +296,7 @@ class Running:
         if named and verdict == "goes on":
             verdict = "is named"
         seconds = max(ends) - self._struck if self._struck and ends else 0.0
+        said.update({rank: f"{said.get(rank, '')} processes: {doing[rank]}" for rank in hung})
         return Outcome(verdict, seconds, said)
 
 
@@ -370,9 +374,12 @@ def run(todo: list[Case], at_once: int, verbose: bool) -> dict[Case, Outcome]:
                     case = waiting.pop()
                     apart = case.fault.startswith("cut off")
                     running[slot] = Running(zygote, case, hosts[slot] if apart else None)
+            before = time.monotonic()
             time.sleep(0.02)
             zygote.poll()
+            paused = max(0.0, time.monotonic() - before - 1)
             for slot, one in list(running.items()):
+                one.paused += paused
                 if all(number in zygote.pids for number in one._ids) and (outcome := one.step()):
                     outcomes[one.case] = outcome
                     del running[slot]
