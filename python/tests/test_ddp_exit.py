@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exit of a script: Gloo's threads must end before the process runs its static destructors, even if
-the script does not destroy its process group (scripts written for NVIDIA's Apex never do)."""
+"""The end of a script and of a process group. Gloo's threads must end before the process runs its
+static destructors, even if the script does not destroy its process group (scripts written for
+NVIDIA's Apex never do)."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from ddp_support import free_port
 
 # The output of the first registered exit handler comes last, after ours.
 SCRIPT = """
@@ -67,3 +71,64 @@ def test_script_end_leaves_no_gloo_thread(tmp_path: Path, imported: str, end: st
     assert [process.returncode for process in processes] == [0, 0], outputs
     for printed, errors in outputs:
         assert "THREADS []" in printed, (printed, errors)
+
+
+AGAIN = """
+import datetime, os, sys, torch, torch.distributed as dist
+from apex.parallel import DistributedDataParallel
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+rank = int(sys.argv[2])
+for round in range(5):
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+    model = torch.nn.Linear(3, 1)
+    model.weight.data.fill_(rank)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(2, 3)).sum().backward()
+    del ddp
+    dist.barrier()
+    dist.destroy_process_group()
+    # The next job must not find the server of this one.
+    print(round, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.processes
+def test_destroyed_group_frees_the_port_for_the_next(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN)
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), port, str(rank)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for _ in range(5):
+            for rank in ranks:
+                assert rank.stdout is not None
+                assert rank.stdout.readline()
+            until = time.monotonic() + 30
+            while _listens(int(port)):
+                assert time.monotonic() < until, "the store's server has not ended"
+                time.sleep(0.01)
+            for rank in ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0

@@ -28,56 +28,77 @@ c10d::PrefixStore* as_prefixed(const StorePtr& store) {
   return dynamic_cast<c10d::PrefixStore*>(store.get());
 }
 
+/// What the store's calls put before a key.
+std::optional<std::string> prefix_of(const StorePtr& store) {
+  auto* const prefixed = as_prefixed(store);
+  if (prefixed == nullptr) return std::nullopt;
+  const auto below = prefix_of(prefixed->getUnderlyingStore());
+  return (below ? *below + "/" : std::string()) + Prefix::of(*prefixed);
+}
+
 StorePtr base_of(StorePtr store) {
   while (auto* const prefixed = as_prefixed(store)) store = prefixed->getUnderlyingStore();
   return store;
 }
 
+const c10d::TCPStore* as_server(const StorePtr& base) {
+  return dynamic_cast<const c10d::TCPStore*>(base.get());
+}
+
 }  // namespace
 
+StoreThread::StoreThread(const c10d::TCPStore* server) {
+  if (server == nullptr) return;
+  c10d::TCPStoreOptions options;
+  options.port = server->getPort();
+  options.waitWorkers = false;
+  options.timeout = server->getTimeout();
+  options.useLibUV = server->isLibUvBackend();
+  server_ = Server{server->getHost(), options};
+}
+
 std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
+  using Address = std::pair<std::string, const void*>;  // of the server or of the store
   struct Known {
-    c10::weak_intrusive_ptr<c10d::Store> base;  // reserves the address
+    c10::weak_intrusive_ptr<c10d::Store> base;  // reserves the address; null with a server
     std::weak_ptr<StoreThread> thread;
   };
   // Never destroyed: groups may be created while the process exits.
   static auto* const mutex = new std::mutex;
-  static auto* const all = new std::map<std::pair<int64_t, const void*>, Known>;
+  static auto* const all = new std::map<std::pair<int64_t, Address>, Known>;
   const StorePtr base = base_of(store);
+  const auto* const server = as_server(base);
   const std::lock_guard<std::mutex> lock(*mutex);
   for (auto known = all->begin(); known != all->end();)
     known = known->second.thread.expired() ? all->erase(known) : std::next(known);
-  const auto key = std::make_pair(this_pid(), static_cast<const void*>(base.get()));
+  const auto key = std::make_pair(
+      this_pid(),
+      server != nullptr
+          ? Address(server->getHost() + ' ' + std::to_string(server->getPort()), nullptr)
+          : Address("", base.get()));
   const auto known = all->find(key);
   if (known != all->end()) {
     if (auto thread = known->second.thread.lock()) return thread;
   }
-  std::shared_ptr<StoreThread> made(new StoreThread);
-  all->insert_or_assign(key, Known{c10::weak_intrusive_ptr<c10d::Store>(base), made});
+  std::shared_ptr<StoreThread> made(new StoreThread(server));
+  all->insert_or_assign(
+      key, Known{c10::weak_intrusive_ptr<c10d::Store>(server ? StorePtr() : base), made});
   return made;
 }
 
-StorePtr StoreThread::connected(const StorePtr& store) {
-  if (auto* const prefixed = as_prefixed(store)) {
-    StorePtr below = connected(prefixed->getUnderlyingStore());
-    if (below == prefixed->getUnderlyingStore()) return store;
-    return c10::make_intrusive<c10d::PrefixStore>(Prefix::of(*prefixed), std::move(below));
-  }
-  const auto* const server = dynamic_cast<const c10d::TCPStore*>(store.get());
-  if (server == nullptr) return store;
-  if (!connection_) {
-    if (losses_ > 0) {
-      // torch's store would retry for minutes and log it.
-      if (Clock::now() < not_before_) throw Error("the store was lost");
-      const std::string why =
-          distributed::wait_for_listener(server->getHost(), server->getPort(), timing::kProbe);
-      if (!why.empty()) {
-        not_before_ = Clock::now() + timing::kReconnect;
-        throw Error("the store was lost, and " + why);
-      }
+StorePtr StoreThread::connection() {
+  if (connection_) return connection_;
+  if (losses_ > 0) {
+    // torch's store would retry for minutes and log it.
+    if (Clock::now() < not_before_) throw Error("the store was lost");
+    const std::string why =
+        distributed::wait_for_listener(server_->host, server_->options.port, timing::kProbe);
+    if (!why.empty()) {
+      not_before_ = Clock::now() + timing::kReconnect;
+      throw Error("the store was lost, and " + why);
     }
-    connection_ = store->clone();
   }
+  connection_ = c10::make_intrusive<c10d::TCPStore>(server_->host, server_->options);
   return connection_;
 }
 
@@ -89,14 +110,29 @@ void StoreThread::connection_lost() {
 
 int64_t StoreThread::losses() const { return losses_; }
 
+StoreClient::StoreClient(const StorePtr& store, std::optional<Group> group)
+    : thread_(StoreThread::of(store)),
+      group_(std::move(group)),
+      without_server_(thread_->has_server() ? StorePtr() : store),
+      prefix_(prefix_of(store)) {}
+
+bool StoreClient::is_there() const {
+  if (group_ && group_->expired()) return false;
+  return thread_->has_server() || !without_server_.expired();
+}
+
 StorePtr StoreClient::view() {
-  const StorePtr given = given_.lock();
-  if (!given) throw Error("the store was destroyed");
+  if (!is_there()) throw Error("the group or its store was destroyed");
+  if (!thread_->has_server()) {
+    StorePtr store = without_server_.lock();
+    if (!store) throw Error("the store was destroyed");
+    return store;
+  }
   if (view_ && losses_ == thread_->losses()) return view_;
-  StorePtr view = thread_->connected(given);
+  view_ = thread_->connection();
   losses_ = thread_->losses();
-  view_ = view == given ? nullptr : view;
-  return view;
+  if (prefix_) view_ = c10::make_intrusive<c10d::PrefixStore>(*prefix_, view_);
+  return view_;
 }
 
 void StoreClient::run(const Body& body) {

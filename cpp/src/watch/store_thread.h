@@ -8,15 +8,27 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "watch/job_thread.h"
 
 namespace apex::parallel {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// Note [Stores that are not kept]
+//
+// destroy_process_group() ends the job's store, which frees its port and the memory of its keys. A
+// weak reference would prevent that: c10d's stores are destroyed only with the last weak reference
+// (a process group releases what it holds with the last strong one). So nothing here refers to a
+// store with a server, nor to a prefix store on it. Its address and port are enough for a
+// connection.
 
 /// One thread per store, shared by all groups on it, with its own connection. A store call blocks
 /// while the process that hosts the store is stopped, so no other thread makes one. On the user's
@@ -32,19 +44,24 @@ class StoreThread {
   void run(std::function<void()> job, Clock::time_point at = Clock::now()) {
     thread_.run(std::move(job), at);
   }
-  /// On the thread: `store` over this process's own connection. A store without a server is
-  /// returned as is: a file store removes its file once as many stores on it were destroyed as
-  /// there are ranks.
+  /// Whether the store has a server, to which the thread connects.
+  bool has_server() const { return server_.has_value(); }
+  /// On the thread: this process's own connection to the store's server.
   /// @throws Error if the server cannot be reached; then for one second without trying again.
-  StorePtr connected(const StorePtr& store);
+  StorePtr connection();
   /// On the thread: a call has failed. The next call makes a new connection.
   void connection_lost();
   /// On the thread: the number of lost connections.
   int64_t losses() const;
 
  private:
-  StoreThread() = default;
+  struct Server {
+    std::string host;
+    c10d::TCPStoreOptions options;
+  };
+  explicit StoreThread(const c10d::TCPStore* server);
 
+  std::optional<Server> server_;
   JobThread thread_;
 
   // Used on the thread.
@@ -53,14 +70,18 @@ class StoreThread {
   Clock::time_point not_before_;  ///< earliest time of the next connection attempt
 };
 
-/// Access to a group's store through its thread. Does not keep the store alive, because a store
-/// that outlives its group keeps its port. Thread safe.
+/// Access to a group's store through its thread; see Note [Stores that are not kept]. A store
+/// without a server is used itself: a file store removes its file once as many stores on it were
+/// destroyed as there are ranks. Thread safe.
 class StoreClient : public std::enable_shared_from_this<StoreClient> {
  public:
   using Clock = std::chrono::steady_clock;
   using Body = std::function<void(c10d::Store& store)>;
 
-  explicit StoreClient(const StorePtr& store) : given_(store), thread_(StoreThread::of(store)) {}
+  using Group = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
+
+  /// @param group  the group of the store, without which the store is of no use.
+  explicit StoreClient(const StorePtr& store, std::optional<Group> group = {});
 
   /// Runs `body` on the thread, after earlier posts. The future is ready when `body` has run and is
   /// destroyed; it holds the exception of `body`.
@@ -71,18 +92,20 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   /// throws, calls it once more over a new connection.
   /// @throws Error if the store is gone or cannot be reached, and what `body` throws.
   void run(const Body& body);
-  /// Whether the store still exists.
-  bool is_there() const { return static_cast<bool>(given_.lock()); }
+  /// Whether the group, or a store without a server, still exists.
+  bool is_there() const;
 
   StoreThread& thread() { return *thread_; }
 
  private:
   StorePtr view();
 
-  const c10::weak_intrusive_ptr<c10d::Store> given_;
   const std::shared_ptr<StoreThread> thread_;
-  StorePtr view_;       ///< used on the thread, like losses_
-  int64_t losses_ = 0;  ///< losses() when view_ was made
+  const std::optional<Group> group_;
+  const c10::weak_intrusive_ptr<c10d::Store> without_server_;
+  const std::optional<std::string> prefix_;  ///< of the group's store on a server
+  StorePtr view_;                            ///< used on the thread, like losses_
+  int64_t losses_ = 0;                       ///< losses() when view_ was made
 };
 
 }  // namespace apex::parallel

@@ -197,8 +197,24 @@ TEST(StoreThread, ConnectionIsCut_IsMadeAgain) {
   }
 }
 
-// A store that outlives its group keeps its port.
-TEST(StoreThread, Store_IsNotKept) {
+// A new job's rank 0 would use a server that has the keys of the last job.
+TEST(StoreThread, Server_EndsWithItsLastOwner) {
+  StorePtr server = tcp_store(0, true);
+  const uint16_t port = static_cast<const c10d::TCPStore&>(*server).getPort();
+  const auto client = client_of(prefixed("a", server));
+  EXPECT_TRUE(
+      client->call([](c10d::Store& view) { view.add("key", 1); }, Clock::now() + minutes(1)));
+  server.reset();
+  const auto again = tcp_store(port, true);  // throws if the port is in use
+  EXPECT_EQ(again->add("a/key", 0), 0);
+  // The client finds the server at that address.
+  int64_t count = 0;
+  EXPECT_TRUE(client->call([&](c10d::Store& view) { count = view.add("key", 5); },
+                           Clock::now() + minutes(1)));
+  EXPECT_EQ(count, 5);
+}
+
+TEST(StoreThread, StoreWithoutServer_IsNotKept) {
   StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const auto client = client_of(store);
   EXPECT_TRUE(client->call([](c10d::Store&) {}, Clock::now() + minutes(1)));
