@@ -247,6 +247,27 @@ def test_sharded_checkpoint_of_the_plain_optimizer_loads(
         ranks.run(world, _loads_plain, str(tmp_path), named)
 
 
+def test_sharded_checkpoint_names_may_be_numbers(ranks: RankPool, tmp_path: pathlib.Path) -> None:
+    """torch's names of the parameters of a ParameterList."""
+
+    net = nn.ParameterList([nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(5))])
+    plain = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for p in net:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    names = get_optimizer_state_dict(net, plain)
+    dcp.save({"optimizer": names}, checkpoint_id=str(tmp_path), no_dist=True)
+    ranks.run(2, _loads_numbers, str(tmp_path), plain.state_dict())
+
+
+def _loads_numbers(rank: int, world: int, folder: str, expected: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(5))]
+    optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=0.1)
+    optimizer.load_sharded_state_dict(folder)
+    optimizer.consolidate_state_dict(to=None)
+    _check_state(optimizer.state_dict(), expected, "loaded")
+
+
 def _mistakes(rank: int, world: int, folder: str) -> None:
     net = _net("adamw")
     optimizer = _make(net, "adamw", world)

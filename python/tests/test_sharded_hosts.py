@@ -191,6 +191,59 @@ def test_sharded_optimizer_failure_is_heard_on_other_hosts() -> None:
     run_on_hosts([2, 2], _fails)
 
 
+def _lone_fails(rank: int, world: int) -> None:
+    """A rank that is alone on its host, whose step raises in the middle."""
+    ddp = DistributedDataParallel(_model())
+    optimizer = ShardedOptimizer(ddp.parameters(), Fails, lr=0.1, across_hosts=False)
+    _backward(ddp, rank, 0)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    if rank == 1:
+        with raises(ArithmeticError):
+            optimizer.step()
+        for call in (optimizer.consolidate_state_dict, optimizer.sharded_state_dict):
+            with raises(RuntimeError, "a step of this ShardedOptimizer has failed"):
+                call()
+    else:
+        optimizer.step()
+    changed = any(
+        not torch.equal(p.detach(), old) for p, old in zip(ddp.parameters(), before, strict=True)
+    )
+    check(changed == (rank == 0), "parameters")
+
+
+def test_sharded_optimizer_rank_alone_on_its_host_undoes_its_step() -> None:
+    run_on_hosts([1, 1], _lone_fails)
+
+
+def _refuses(rank: int, world: int) -> None:
+    """Only the last rank's parameters are unusable."""
+    ddp = _model()
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    shared = torch.zeros(20)
+    more = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10))]
+    if rank == world - 1:
+        more = [nn.Parameter(shared[:10]), nn.Parameter(shared[5:15])]
+    begin = time.monotonic()
+    error, text = (
+        (ValueError, "shares memory")
+        if rank == world - 1
+        else (RuntimeError, f"parameters=usable, rank {world - 1} with parameters=refused")
+    )
+    for call in (
+        lambda: optimizer.add_param_group({"params": more}),
+        lambda: ShardedOptimizer(more, torch.optim.SGD, lr=0.1),
+    ):
+        with raises(error, text):
+            call()
+    check(time.monotonic() - begin < 15, "the others waited")
+    _backward(ddp, rank, 0)
+    optimizer.step()  # the group is usable
+
+
+def test_sharded_optimizer_refused_on_one_host_is_heard_on_the_others() -> None:
+    run_on_hosts([2, 1], _refuses)
+
+
 def _disagree(rank: int, world: int) -> None:
     with raises(RuntimeError, "across_hosts=True", "across_hosts=False"):
         ShardedOptimizer(_model().parameters(), torch.optim.SGD, lr=0.1, across_hosts=rank == 0)

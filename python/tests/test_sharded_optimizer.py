@@ -278,18 +278,23 @@ def test_sharded_optimizer_muon_is_the_plain_one_and_balanced(ranks: RankPool) -
         ranks.run(world, _muon)
 
 
-def _formats(rank: int, world: int) -> None:
-    net = nn.Conv2d(32, 64, 3)
+def _formats(rank: int, world: int, how: str) -> None:
+    net = nn.Conv2d(32, 64, 3) if how == "channels_last" else nn.Linear(80, 80)
     optimizer = _sharded(net)
-    net(torch.ones(1, 32, 4, 4)).sum().backward()
+    net(torch.ones(1, 32, 4, 4) if how == "channels_last" else torch.ones(1, 80)).sum().backward()
     optimizer.step()
-    net.to(memory_format=torch.channels_last)
+    if how == "channels_last":
+        net.to(memory_format=torch.channels_last)
+    else:  # the memory stays the same
+        net.weight.data = net.weight.data.t() if how == "transposed" else net.weight.data[:40]
     with raises(ValueError, "parameter '0.0' has another dtype, device, shape or memory format"):
         optimizer.step()
 
 
-def test_sharded_optimizer_refuses_another_memory_format(ranks: RankPool) -> None:
-    ranks.run(2, _formats)
+@pytest.mark.parametrize("how", ["channels_last", "transposed", "cut"])
+def test_sharded_optimizer_refuses_another_memory_format(ranks: RankPool, how: str) -> None:
+    ranks.run(2, _formats, how)
+    ranks.run(1, _nothing)
 
 
 def _under_join(rank: int, world: int) -> None:
@@ -365,6 +370,7 @@ def _after_a_failure(rank: int, world: int, channel: str) -> None:
     with host_channel(channel):
         model = _model()
         failing, other = _sharded(model, Fails), _sharded(model, torch.optim.SGD)
+        wrapper = DistributedDataParallel(nn.Linear(8, 3))
         _backward(model)
         before = [p.detach().clone() for p in model.parameters()]
         with raises(ArithmeticError if rank == 1 else RuntimeError):
@@ -372,8 +378,17 @@ def _after_a_failure(rank: int, world: int, channel: str) -> None:
         for optimizer in (failing, other):
             with raises(RuntimeError, "an earlier step of a ShardedOptimizer"):
                 optimizer.step()
-        with raises(RuntimeError, f"rank {rank}: a step of this ShardedOptimizer has failed"):
-            failing.consolidate_state_dict(to=None)
+        for call in (lambda: failing.consolidate_state_dict(to=None), failing.sharded_state_dict):
+            with raises(RuntimeError, f"rank {rank}: a step of this ShardedOptimizer has failed"):
+                call()
+        for call in (
+            lambda: DistributedDataParallel(nn.Linear(3, 3)),
+            lambda: other.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+            lambda: _sharded(nn.Linear(3, 3)),
+            lambda: _backward(wrapper),
+        ):
+            with raises(RuntimeError, "an earlier collective of this process group has failed"):
+                call()
         for p, old in zip(model.parameters(), before, strict=True):
             check_equal(p.detach(), old, "parameters")
 
@@ -382,6 +397,56 @@ def _after_a_failure(rank: int, world: int, channel: str) -> None:
 @pytest.mark.parametrize("channel", ["1", "0"])
 def test_sharded_optimizer_refuses_to_go_on_after_a_failure(ranks: RankPool, channel: str) -> None:
     ranks.run(3, _after_a_failure, channel)
+    ranks.run(1, _nothing)
+
+
+def _goes_on(rank: int, world: int) -> None:
+    """The collective that a rank calls after its failure is not taken for its parameters."""
+    with host_channel("0"):
+        model = _model()
+        optimizer = _sharded(model, Fails)
+        _backward(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        pieces = optimizer._shares.core.shards()
+        most = max(sum(4 * (end - begin) for _, begin, end in of) for of in pieces)
+        mine = torch.full([(most + 7) // 8 * 8 + 8], 77, dtype=torch.uint8)  # as publish() sends
+        if rank == 1:
+            with raises(ArithmeticError):
+                optimizer.step()
+            dist.all_gather([torch.empty_like(mine) for _ in range(world)], mine)
+        else:
+            with raises(RuntimeError):  # it may have heard of the failure before
+                optimizer.step()
+        for p, old in zip(model.parameters(), before, strict=True):
+            check_equal(p.detach(), old, "parameters")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL, a later call fails")
+def test_sharded_optimizer_takes_nothing_else_for_parameters(ranks: RankPool) -> None:
+    ranks.run(2, _goes_on)
+    ranks.run(1, _nothing)
+
+
+def _other_order(rank: int, world: int, channel: str) -> None:
+    with host_channel(channel):
+        models = [nn.Linear(64, 64), nn.Linear(64, 64)]
+        optimizers = [_sharded(model) for model in models]
+        before = []
+        for model in models:
+            model.weight.grad = torch.ones(64, 64)
+            before.append(model.weight.detach().clone())
+        with raises(RuntimeError):  # the slower one may hear it from the other
+            optimizers[rank].step()
+        for model, old in zip(models, before, strict=True):
+            check_equal(model.weight.detach(), old, "parameters")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL, a later call fails")
+@pytest.mark.parametrize("channel", ["1", "0"])
+def test_sharded_optimizers_stepped_in_different_orders_raise(
+    ranks: RankPool, channel: str
+) -> None:
+    ranks.run(2, _other_order, channel)
     ranks.run(1, _nothing)
 
 

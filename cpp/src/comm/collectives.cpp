@@ -313,6 +313,15 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
   if (host_does_not_wait(group)) follow_work(group, what);
 }
 
+void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& group) {
+  if (!has_failed(group)) return;
+  throw CommunicationError(
+      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
+      what +
+      ": an earlier collective of this process group has failed on this rank, "
+      "and other ranks may still wait in it: restart with a new process group");
+}
+
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root) {
   const auto backend = host_backend_for(what, group, parts);

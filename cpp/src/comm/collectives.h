@@ -42,10 +42,16 @@ inline constexpr const char* kHooksApart =
 /// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
 bool receives_reports(const c10d::ProcessGroup& group);
 
+/// After a failure on this rank, other ranks may still wait in the collective that failed. They
+/// would take a later one for it.
+/// @throws CommunicationError if has_failed(group).
+APEX_API void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& group);
+
 /// Issues a collective: `call()` returns its Work.
 template <typename Call>
 c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
                                                const c10d::ProcessGroup& group, Call&& call) {
+  refuse_failed_group(what, group);
   begin_call(group, what);
   const NamedCollective named(what);
   try {

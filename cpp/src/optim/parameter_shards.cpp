@@ -20,6 +20,7 @@
 #include "plain_text.h"
 #include "tensor_parts.h"
 #include "transport/separate_group.h"
+#include "watch/watched_group.h"
 #include "watch/watcher.h"
 
 namespace apex::parallel {
@@ -29,15 +30,16 @@ namespace apex::parallel {
 // If a rank ends during a step, the other ranks must not be left with a mix of new and old
 // parameters. Where ranks share memory, see Note [Parameters in shared memory]. Elsewhere a rank
 // saves its own pieces before it steps them, and restores them if the step fails. It writes the
-// parameters of other ranks only after all ranks have sent theirs.
+// parameters of other ranks only after all ranks have sent theirs. A rank whose step has failed may
+// go on with another collective of the script, which would be taken for its pieces. So they come
+// with a number of that step of that optimizer.
 //
 // On a device, the host does not wait for that. If a rank is lost, the communicator is aborted: the
 // all-gather ends with a part of the data, and everything that was enqueued behind it runs. So a
-// second, small collective follows: the sum of a number that every rank contributes. It is right
-// only if every rank has completed the all-gather. (An aborted kernel of NCCL goes on with what lay
-// in its buffers, such as the sum of an earlier step. So each step of each optimizer has a number
-// of its own.) By this sum the device keeps all parameters from before the step, or takes all from
-// after it. The host finds the lost rank in a later collective.
+// second, small collective follows: the sum of the ranks' numbers. It is right only if every rank
+// has completed the all-gather. (An aborted kernel of NCCL goes on with what lay in its buffers,
+// such as the sum of an earlier step.) By this sum the device keeps all parameters from before the
+// step, or takes all from after it. The host finds the lost rank in a later collective.
 
 namespace {
 
@@ -137,9 +139,13 @@ struct ParameterShards::Form {
         device(tensor.device()),
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()) {}
-  bool operator!=(const Form& other) const {
-    return dtype != other.dtype || device != other.device || sizes != other.sizes ||
-           strides != other.strides;
+  bool is_that_of(const at::Tensor& tensor) const {
+    if (dtype != tensor.scalar_type() || device != tensor.device() || tensor.sizes() != sizes)
+      return false;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (sizes[d] > 1 && strides[d] != tensor.strides()[d]) return false;
+    }
+    return true;
   }
   at::ScalarType dtype;
   at::Device device;
@@ -152,15 +158,16 @@ struct ParameterShards::OnDevice {
   at::Tensor saved;                             ///< this rank's, while a step is not published
   std::unique_ptr<SharedParameters> shared;     ///< if ranks share memory: in place of the others
 
-  /// The bytes of a rank's pieces in a new tensor, whose size is the same for all ranks.
-  at::Tensor copy(size_t rank) const {
+  /// The bytes of a rank's pieces in a new tensor, whose size is the same for all ranks, with
+  /// `more` bytes behind them.
+  at::Tensor copy(size_t rank, int64_t more = 0) const {
     int64_t most = 0;
     at::Device device(at::kCPU);
     for (const auto& of_rank : memory) {
       most = std::max(most, total_bytes(of_rank));
       if (!of_rank.empty()) device = of_rank.front().device();
     }
-    const int64_t size = (most + kWord - 1) / kWord * kWord;
+    const int64_t size = (most + kWord - 1) / kWord * kWord + more;
     const at::Tensor bytes = at::empty({size}, at::TensorOptions(device).dtype(at::kByte));
     copy_all(split_like(bytes, memory[rank]), memory[rank]);
     return bytes;
@@ -197,12 +204,14 @@ struct ParameterShards::State {
   std::vector<const void*> seen;   ///< last known address of each parameter
   std::vector<uint32_t> versions;  ///< of this rank's pieces after the last publish()
   std::map<std::string, OnDevice> devices;
-  int64_t nonce = 0;   ///< rank 0's random number
+  int64_t nonce = 0;   ///< rank 0's random number for this optimizer
   int64_t steps = 0;   ///< published
   bool began = false;  ///< a step has begun and is not published, so restore() has work
 
   const std::vector<ParameterPiece>& own() const { return shards[rank]; }
   bool alone() const { return shards.size() == 1; }
+  /// Whether other ranks train the model, and may have to agree on a step that failed.
+  bool has_others() const { return replicas->getSize() > 1; }
 
   const at::Tensor& of(const ParameterPiece& piece) const {
     return parameters[static_cast<size_t>(piece.parameter)].tensor;
@@ -284,10 +293,11 @@ struct ParameterShards::State {
     bool moved = false;
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& tensor = parameters[i].tensor;
-      if (tensor.const_data_ptr() == seen[i]) continue;
+      const bool replaced = tensor.const_data_ptr() != seen[i];
+      if (!replaced && forms[i].is_that_of(tensor)) continue;
       moved = true;
       require_usable(parameters[i]);
-      if (Form(tensor) != forms[i]) {
+      if (!forms[i].is_that_of(tensor)) {
         refuse(
             parameters[i],
             "has another dtype, device, shape or memory format than when the optimizer was made: "
@@ -352,9 +362,10 @@ struct ParameterShards::State {
       }
     } catch (const InvalidArgument&) {
       refused = std::current_exception();
-      said << "refused";
     }
     try {
+      verify_same_model({}, {std::string("parameters=") + (refused ? "refused" : "usable")},
+                        replicas);
       verify_same_model({}, {"cost=that shares parameters out as " + said.str()}, group);
       if (refused) std::rethrow_exception(refused);
     } catch (...) {
@@ -401,21 +412,30 @@ struct ParameterShards::State {
     if (device.shared) return device.shared->exchange(steps + 1, what);
     if (device.saved.numel() == 0) return;  // on every rank
     const c10::OptionalDeviceGuard guard(device.saved.device());
-    const at::Tensor mine = device.copy(rank);
+    const int64_t bytes = device.saved.numel();
+    const at::Tensor mine = device.copy(rank, kWord);
+    const auto number_of = [bytes](const at::Tensor& part) {
+      return part.narrow(0, bytes, kWord).view(at::kLong);
+    };
+    const int64_t number = step_number();
+    number_of(mine).fill_(number);
     const auto ranks = static_cast<int64_t>(shards.size());
     const at::Tensor all = at::empty({ranks, mine.numel()}, mine.options());
     run_collective(what, *group,
                    [&] { return issue_all_gather(what, *group, all.view({-1}), mine); });
     at::Tensor complete;
-    if (!mine.is_cpu()) {
-      const int64_t number = step_number();
-      const at::Tensor sum = at::full({1}, number, mine.options().dtype(at::kLong));
+    if (mine.is_cpu()) {
+      for (int64_t r = 0; r < ranks; ++r) {
+        if (number_of(all[r]).item<int64_t>() != number) refuse_other(what, r);
+      }
+    } else {
+      const at::Tensor sum = number_of(mine).clone();
       run_collective(what, *group,
                      [&] { return issue_all_reduce(what, *group, sum, c10d::ReduceOp::SUM); });
       complete = sum.eq(number * ranks);
     }
     for (size_t r = 0; r < shards.size(); ++r) {
-      at::Tensor after = all[static_cast<int64_t>(r)];
+      at::Tensor after = all[static_cast<int64_t>(r)].narrow(0, 0, bytes);
       if (complete.defined()) {
         const at::Tensor before = r == rank ? device.saved : device.copy(r);
         after = at::where(complete, after.view(at::kLong), before.view(at::kLong)).view(at::kByte);
@@ -424,6 +444,14 @@ struct ParameterShards::State {
       }
       copy_all(device.memory[r], split_like(after, device.memory[r]));
     }
+  }
+
+  [[noreturn]] void refuse_other(const std::string& what, int64_t other) const {
+    announce_failure(*group, what);
+    throw CommunicationError(me() + what + ": rank " + std::to_string(other) +
+                             " has sent something else; its step has probably failed, and it went "
+                             "on with another collective of the process group: see its output" +
+                             note_on_ranks(*group));
   }
 
   void remember_versions() {
@@ -447,7 +475,8 @@ struct ParameterShards::State {
   }
 
   std::string publication() const {
-    return "publication of step " + std::to_string(steps + 1) + " of a ShardedOptimizer";
+    return "publication of step " + std::to_string(steps + 1) + " of ShardedOptimizer #" +
+           std::to_string(nonce % 10000);
   }
 
   void end() {
@@ -521,7 +550,7 @@ void ParameterShards::take_gradients() {
                             "layer with sparse=False, or give it an optimizer of its own");
     }
   }
-  if (!state.alone()) state.begin(moved);
+  if (state.has_others()) state.begin(moved);
   for (size_t i = 0; i < state.tensors.size(); ++i) {
     const ParameterPiece& piece = state.own()[i];
     const at::Tensor& parameter = state.of(piece);
@@ -550,7 +579,7 @@ void ParameterShards::drop_gradients() {
 
 void ParameterShards::publish() {
   State& state = *state_;
-  if (state.alone()) return;
+  if (state.alone()) return state.end();
   const at::NoGradGuard no_grad;
   try {
     for (auto& [name, device] : state.devices) state.exchange(device, state.publication());
@@ -572,7 +601,7 @@ void ParameterShards::give_up(const std::string& why) noexcept {
   State& state = *state_;
   try {
     const at::NoGradGuard no_grad;
-    if (!state.alone()) state.restore();
+    state.restore();
   } catch (const std::exception&) {
     // Notifying the other ranks matters more than this error.
   }

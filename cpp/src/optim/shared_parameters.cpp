@@ -28,8 +28,8 @@ namespace {
 
 /// Parameters begin at multiples of this.
 constexpr int64_t kPlaceAlignment = 64;
-/// A longer wait for another rank would delay an error too much.
-constexpr std::chrono::seconds kLongestWait{10};
+/// For another rank's step to end. A longer wait would delay an error too much.
+constexpr std::chrono::seconds kLongestWait{60};
 /// How long a rank waits for late ranks before it copies its pieces, which takes longer.
 constexpr std::chrono::microseconds kWaitForBegin{200};
 /// Bytes per thread.
@@ -292,7 +292,7 @@ void SharedParameters::wait_for_others(int64_t number) const {
     const ProcessName name{process ? process->host : std::string(),
                            static_cast<int64_t>(other.pid.load()), other.start_time.load()};
     while (rank != rank_ && other.changing.load() == static_cast<uint64_t>(number) &&
-           !(process && state_of(name) == ProcessState::kEnded) &&
+           !(process && state_of(name) != ProcessState::kUnknown) &&
            std::chrono::steady_clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

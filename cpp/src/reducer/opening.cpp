@@ -9,6 +9,7 @@
 
 #include <apex/error.h>
 
+#include "comm/collectives.h"
 #include "distributed/backends.h"
 #include "reducer/multi_tensor.h"
 #include "tensor_parts.h"
@@ -57,6 +58,7 @@ void refuse_failed(const ReducerContext& context) {
         "backward ran after the reducer released its process groups (release(), or the "
         "interpreter's exit), so gradients would not be averaged");
   }
+  refuse_failed_group("backward", *context.members.parent);
   if (context.phase == Phase::kFailed) {
     throw CommunicationError(
         context.me() +

@@ -71,6 +71,7 @@ class ShardedState(torch.optim.Optimizer):
         world = dist.get_world_size(self._replicas)
         if to is not None and (type(to) is not int or not 0 <= to < world):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
+        self._refuse_failed()
         self._whole_state = None
         if to is not None and self._hosts:
             here = next(of for of in self._hosts if dist.get_rank(self._replicas) in of)
@@ -109,17 +110,19 @@ class ShardedState(torch.optim.Optimizer):
             for place, found in sorted(pieces.items())
         }
 
-    def _held(self) -> Iterator[tuple[int, Tensor, tuple[int, int], dict[str, Any]]]:
-        """The state of this rank's pieces: the number of the parameter, itself, span, and state.
-
-        Master weights are among it, as MASTER_WEIGHTS.
-        """
+    def _refuse_failed(self) -> None:
         if self._failed:
             raise RuntimeError(
                 f"rank {dist.get_rank(self._replicas)}: a step of this ShardedOptimizer has "
                 "failed, and the ranks' shares of the state may be of different steps: load a "
                 "checkpoint into a new optimizer."
             )
+
+    def _held(self) -> Iterator[tuple[int, Tensor, tuple[int, int], dict[str, Any]]]:
+        """The state of this rank's pieces: the number of the parameter, itself, span, and state.
+
+        Master weights are among it, as MASTER_WEIGHTS.
+        """
         self._follow_groups()
         if self._shares.masters:
             self._amp_stash.follow_model()  # type: ignore[attr-defined]
@@ -207,6 +210,7 @@ class ShardedState(torch.optim.Optimizer):
         """
         from ._sharded_checkpoint import TensorPiece  # torch's part of it takes a second to import
 
+        self._refuse_failed()
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         # Every host has everything, and may be cut otherwise: the first one's ranks save.
@@ -271,10 +275,11 @@ class ShardedState(torch.optim.Optimizer):
         small = self._before_load({"state": {}, **small})
         keys = self._keys(small["param_groups"])
         own = {str(keys[place]): part for place, part in parts.items()}
-        state = load_entries(
+        found = load_entries(
             checkpoint, name, self._replicas, lambda path: path[0] == "state" and own.get(path[1])
         ).get("state", {})
-        self._load(small["param_groups"], lambda parameter, span, key: state.get(key))
+        state = {str(key): held for key, held in found.items()}  # a parameter may be named "0"
+        self._load(small["param_groups"], lambda parameter, span, key: state.get(str(key)))
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
