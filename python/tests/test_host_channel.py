@@ -202,7 +202,7 @@ def _dies_in_backward(rank: int, world: int) -> None:
         _loss(ddp, rank, step).backward()
     if rank == 1:
         ddp.module.layers[1].weight.register_hook(lambda grad: os._exit(7))
-    with raises(RuntimeError, "rank 1, process ", "of this host, has ended"):
+    with raises(RuntimeError, "rank 1 has ended (process "):
         _loss(ddp, rank, 2).backward()
 
 

@@ -224,10 +224,16 @@ bool receives_reports(const c10d::ProcessGroup& group) {
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause, const char* advice) {
   const std::string stall = stall_verdict(group);
+  const std::string why = message_of(cause);
+  std::string found = report_failure(group, what);
+  // With proof, other explanations would mislead.
+  if (advice == kLookAtOthers && found.find(" has ended (") != std::string::npos)
+    advice = "see its output, then restart with a new process group";
+  if (const size_t again = found.find("; " + why); again != std::string::npos)
+    found.erase(again, why.size() + 2);
   throw CommunicationError(
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what + " failed: " + message_of(cause) + " (" + advice + ")" + report_failure(group, what) +
-      note_on_ranks(group) +
+      what + " failed: " + why + " (" + advice + ")" + found + note_on_ranks(group) +
       (stall.empty() ? stall : "\nStall report before the failure:\n" + stall));
 }
 

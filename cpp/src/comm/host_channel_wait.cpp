@@ -108,8 +108,7 @@ std::string HostChannel::ended_process() const {
 }
 
 std::string HostChannel::describe_ended(int peer) const {
-  return name_of(peer) + ", process " + std::to_string(peers_[peer].process->pid) +
-         " of this host, has ended";
+  return name_of(peer) + " has ended (process " + std::to_string(peers_[peer].process->pid) + ")";
 }
 
 std::string HostChannel::name_of(int peer) const {

@@ -138,9 +138,10 @@ std::string to_string(const OverlapReport& report) {
   text += '\n';
   append(
       text,
-      "%zu buckets, %.2f MiB, in flight for %.2f ms: %.2f ms hidden (%.0f %%), %.2f ms exposed\n",
-      report.buckets.size(), bytes / kMebi, report.communication_s * kMilli,
-      report.hidden_s * kMilli, report.hidden_fraction * 100, report.exposed_s * kMilli);
+      "%zu bucket%s, %.2f MiB, in flight for %.2f ms: %.2f ms hidden (%.0f %%), %.2f ms exposed\n",
+      report.buckets.size(), report.buckets.size() == 1 ? "" : "s", bytes / kMebi,
+      report.communication_s * kMilli, report.hidden_s * kMilli, report.hidden_fraction * 100,
+      report.exposed_s * kMilli);
   append(text, "%6s %9s %9s %9s %9s %9s %9s  %s\n", "bucket", "MiB", "ready", "launched", "arrived",
          "in flight", "exposed", "parameters");
   for (size_t b = 0; b < report.buckets.size(); ++b) {

@@ -102,7 +102,7 @@ void refuse_to_skip(const detail::ReducerContext& context) {
   } else if (!context.members.alone() && !context.reads_reports()) {
     reason =
         "on this device the host does not read the other ranks' reports: construct with "
-        "check_reduction=True (check_steps) or on_failure='skip' (skip_failed_steps)";
+        "check_reduction=True or on_failure='skip' (in C++, check_steps or skip_failed_steps)";
   } else if (context.phase == detail::Phase::kEnding) {
     reason = "this backward has already sent its report: call it earlier";
   }

@@ -380,7 +380,7 @@ std::string StepTable::describe_difference() const {
          ". Gradients of different steps were averaged, and parameters may differ. Run the same "
          "backwards and optimizer steps on every rank (join() covers ranks with fewer batches), "
          "load weights (load_state_dict) on every rank or before the model is wrapped, and restart "
-         "from a checkpoint; check_reduction=False (check_steps) disables this check";
+         "from a checkpoint; check_reduction=False (in C++, check_steps) disables this check";
 }
 
 std::string StepTable::describe_non_finite(const Names& names) const {

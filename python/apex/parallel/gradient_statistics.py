@@ -53,7 +53,8 @@ class GradientStatistics:
         z_scores: by rank, how many standard deviations the logarithm of its norm is off. It is the
             smaller of two deviations: from the other ranks in this step, and from all ranks in the
             last steps. Both are estimated by medians. 0 in the first 16 steps.
-        outliers: ranks whose norm is not finite, or whose absolute z score is above 10.
+        outliers: ranks whose norm is not finite although they had data, or whose absolute z score
+            is above 10.
     """
 
     backward: int
@@ -71,7 +72,10 @@ class GradientStatistics:
             lines.append(f"noise scale {self.noise_scale:.4g}")
         for rank, (norm, score) in enumerate(zip(self.rank_norms, self.z_scores, strict=True)):
             mark = "  <- outlier" if rank in self.outliers else ""
-            lines.append(f"rank {rank}: norm {norm:.6g}, z score {score:.2f}{mark}")
+            told = f"norm {norm:.6g}, z score {score:.2f}"
+            if math.isnan(norm) and not mark:
+                told = "no data in this step"
+            lines.append(f"rank {rank}: {told}{mark}")
         return "\n".join(lines)
 
 
