@@ -440,7 +440,8 @@ def test_rank_that_dies_in_backward_survivors_raise(
     assert code == 7
     for rank, message in ((0, first), (2, third)):
         assert f"rank {rank} of 3" in message
-        assert "has probably stopped, has fewer batches (join() covers this), or left" in message
+        assert "failed: rank 1 has ended (process " in message
+        assert "(see its output, then restart with a new process group)" in message
         if when:
             assert "bucket" in message and "parameter 'layers." in message
 

@@ -139,7 +139,7 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
             os.kill(pids[CULPRIT], signal.SIGKILL)
     check(f"rank {rank} of {world}" in message, message)
     check(operation in message, message)
-    named = set(re.findall(r"; ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message))
+    named = set(re.findall(r"(?:; |failed: )ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message))
     check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
     return message
 
@@ -158,7 +158,7 @@ def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=minute)
     head = f"rank {rank} of {world}: connecting a reducer's communicator failed"
     try:
-        with raises(RuntimeError, head, f"; rank {CULPRIT} has ended"):
+        with raises(RuntimeError, head, f"rank {CULPRIT} has ended"):
             DistributedDataParallel(nn.Linear(4, 2))
     finally:
         del os.environ["APEX_HOST_CHANNEL"]

@@ -263,7 +263,7 @@ TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
       ASSERT_TRUE(WIFEXITED(outcomes[rank].status)) << "rank " << rank << " hangs";
       const std::string said = outcomes[rank].said.c_str();
       // "done": the victim had finished its part for this rank.
-      const std::string named = "rank " + std::to_string(victim) + ", process ";
+      const std::string named = "rank " + std::to_string(victim) + " has ended (process ";
       EXPECT_TRUE(said == "done" || said.find(named) != std::string::npos) << said;
     }
   }
