@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Float32 master weights of which each rank of a ShardedOptimizer holds its pieces.
+"""Float32 master weights. Each rank of a ShardedOptimizer holds its pieces of them.
 
 Note [Sharded master weights]
 At level O2, amp puts a master weight into the optimizer's groups in place of each low-precision
@@ -82,7 +82,8 @@ class ShardedMaster(torch.nn.Parameter):
 
 
 def published(parameter: Tensor) -> Tensor:
-    """What all ranks receive after a step: the model's parameter, of a master weight too."""
+    """The tensor that all ranks receive after a step: for a master weight, the model's
+    parameter."""
     return parameter.parameter if isinstance(parameter, ShardedMaster) else parameter
 
 

@@ -110,8 +110,8 @@ class OptimizerStash(MasterWeights):
         After a context, the model's gradient is always the master's, scaled and rounded, or both
         are None. So clearing or zeroing the model's gradients (``model.zero_grad()``) discards
         both, and :meth:`follow_discarded` detects it, because only this leaves None or zeros. The
-        exception is small numbers that round to zero, for which :meth:`_note_left` records what
-        was left.
+        exception is small numbers that round to zero: for these, :meth:`_note_left` records the
+        gradients.
         """
         self._others = frozenset(claimed)
         self._claim()

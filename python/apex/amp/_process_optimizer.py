@@ -28,7 +28,7 @@ MAX_CLOSURE_RETRIES = 100
 
 
 def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[[], Any]:
-    """`closure` with casts on. After an overflow it is evaluated again, as the step has begun."""
+    """`closure` with casts on, evaluated again after an overflow, because the step has begun."""
     handle = _amp_state.handle
     casts = handle.casts_enabled if isinstance(handle, AmpHandle) else contextlib.nullcontext
 

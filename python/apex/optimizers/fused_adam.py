@@ -189,7 +189,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, of torch's, or of Apex's class of the same name.
 
-        Options that determine what a step computes (``adam_w_mode``, ``maximize``) or how
+        Options that select the algorithm (``adam_w_mode``, ``maximize``) or the kernels
         (``capturable``) are not loaded. Maxima of ``amsgrad`` are ignored.
         """
         super().load_state_dict(state_dict)
