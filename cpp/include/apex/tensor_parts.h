@@ -17,7 +17,7 @@ namespace apex {
 ///
 /// @param parts       called only for such tensors, on any thread; empty: no tensor has known
 ///                    parts.
-/// @param keep_error called while handling an exception of such an operator. The exception may be
+/// @param keep_error  called while handling an exception of such an operator. The exception may be
 ///                    rethrown later on another thread, so keep_error must copy the thread-local
 ///                    state of the error into the exception.
 ///

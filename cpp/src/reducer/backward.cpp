@@ -453,8 +453,8 @@ void Backward::record(const std::function<void()>& meanwhile) {
   launch_rest(reporter_.report(ReasonToLeave::kNone));
 }
 
-/// All ranks have left the plan. Only waits for the messages that were sent by it, so that they do
-/// not collide with later messages.
+/// All ranks have left the plan. Waits for the messages that were sent by it, so that they do not
+/// collide with later messages.
 void Backward::leave_behind(bool keep) {
   if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {

@@ -227,7 +227,7 @@ class BucketMessage {
   at::Tensor own_on_device_;                 ///< own_squares() of a device
   bool packed_ = false;                      ///< between pack() and unpack()
   bool has_unused_ = false;
-  double owed_scale_ = 1.0;  ///< the factor of gradients when they left buffer_
+  double owed_scale_ = 1.0;  ///< the factor that the copy out of buffer_ still applies
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;
 };

@@ -43,8 +43,8 @@ class FullValue:
         self.remembered: torch.Tensor | None = None
         #: A master weight from the optimizer's state.
         self.restored: torch.Tensor | None = None
-        #: The master weight was created with several ranks, without values that only one rank
-        #: knows. If it has more digits than the parameter, the script has written them.
+        #: The master weight was created with several ranks, from values that all ranks know. If it
+        #: differs from the parameter, the script has written to it.
         self.known_to_all = False
         #: Whether the master weight was stepped, and whether nothing was loaded since then.
         self.stepped = self.settled = False

@@ -146,7 +146,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             params.append(param)
             grads.append(working.like(member.grad, param, written=grad_scale is not None))
             for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
-                # The copies are kept as the state, for example after a change of the memory format.
+                # A copy becomes the state, for example after a change of the memory format.
                 state[name] = working.like(state[name], param, written=False)
                 moments.append(state[name])
             steps.append(state["step"])

@@ -48,10 +48,10 @@ class APEX_API ParameterShards {
   ///
   /// @param parameters  in the same order on every rank; strided, without gaps in memory, and not
   ///                    sharing memory with each other.
-  /// @param group the ranks that split the work.
+  /// @param group       the ranks that split the work.
   /// @param costs,whole  see assign_shards(); the same on every rank.
-  /// @param replicas all ranks that train the model, if `group` has only some of them, such as the
-  ///                    ranks of one host. Each such group steps all parameters, with the same
+  /// @param replicas    all ranks that train the model, if `group` has only some of them, such as
+  ///                    the ranks of one host. Each such group steps all parameters, with the same
   ///                    gradients. Null: `group`.
   /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps, and
   ///         for wrong costs; RankMismatch if ranks differ; CommunicationError.

@@ -79,7 +79,7 @@ class ShardedOptimizer {
 
   /// @param costs  cost of each parameter's step; empty: its number of elements. See
   ///               assign_shards().
-  /// @param replicas all ranks that train the model, if `group` has only some of them, such as the
+  /// @param replicas  all ranks that train the model, if `group` has only some of them, such as the
   ///                  ranks of one host (distributed::host_id()). Null: `group`.
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
