@@ -2,10 +2,10 @@
 """Float32 master weights. Each rank of a ShardedOptimizer holds its pieces of them.
 
 Note [Sharded master weights]
-At level O2, amp puts a master weight into the optimizer's groups in place of each low-precision
-parameter. A ShardedMaster has the shape of the parameter, and the gradient of the whole parameter,
-so unscaling, overflow checks and clipping are the same on every rank. It has no values: they read
-as nan. The inner optimizer steps its ``piece``, the float32 values of this rank's share. After the
+At level O2, amp replaces each low-precision parameter in the optimizer's groups by a master weight.
+A ShardedMaster has the shape of the parameter, and the gradient of the whole parameter, so
+unscaling, overflow checks and clipping are the same on every rank. It has no values: they read as
+nan. The inner optimizer steps its ``piece``, the float32 values of this rank's share. After the
 step, each rank rounds its pieces into the model's parameters, and the ranks exchange these.
 """
 

@@ -141,7 +141,7 @@ def _with_params(
 
 
 def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
-    """``__getstate__`` of the optimizer, with the model's parameters in place of masters.
+    """``__getstate__`` of the optimizer, with the model's parameters instead of masters.
 
     The next scale_loss can then create masters for an unpickled optimizer, or for a copy made
     without ``copy.deepcopy``. The masters' values are saved with the model.

@@ -144,7 +144,7 @@ class _Shares:
             self.own.append((tensor, piece))
 
     def take_master(self, index: int, master: ShardedMaster, inner: torch.optim.Optimizer) -> None:
-        """Step `master` in place of parameter `index`, which has no state yet."""
+        """Step `master` instead of parameter `index`, which has no state yet."""
         self.given[index] = master
         for i, (tensor, piece) in enumerate(self.own):
             if piece[0] != index:
