@@ -85,7 +85,8 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
 
 /// The known facts about a failure of a group.
 struct Findings {
-  std::map<int, std::string> reports;  ///< by other rank: the collective that failed there
+  std::map<int, std::string> reports;  ///< by rank, except this one: the collective that failed
+                                       ///< there
   Proof proof;                         ///< about ranks without a report
 };
 

@@ -33,9 +33,10 @@ class StoreThread {
     thread_.run(std::move(job), at);
   }
   /// On the thread: `store` over this process's own connection. A store without a server is
-  /// returned as is: a file store removes its file when the store objects of all ranks are
-  /// destroyed. @throws Error if the server cannot be reached; during the next second immediately,
-  /// without a new attempt.
+  /// returned as is: a file store deletes its file when the number of destroyed store objects
+  /// reaches the number of ranks.
+  /// @throws Error if the server cannot be reached; during the next second immediately, without a
+  ///         new attempt.
   StorePtr connected(const StorePtr& store);
   /// On the thread: a call has failed. The next call makes a new connection.
   void connection_lost();
@@ -68,8 +69,8 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   /// The same; returns whether `body` has run without an error before `until`.
   bool call(Body body, Clock::time_point until);
   /// On the thread: calls `body(view)` with the group's store over the thread's connection. If that
-  /// throws, calls it once more over a new connection. @throws Error if the store is gone or cannot
-  /// be reached; exceptions of `body`.
+  /// throws, calls it once more over a new connection.
+  /// @throws Error if the store is gone or cannot be reached; exceptions of `body`.
   void run(const Body& body);
   /// Whether the store still exists.
   bool is_there() const { return static_cast<bool>(given_.lock()); }

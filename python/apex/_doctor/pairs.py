@@ -42,8 +42,8 @@ class Slow:
     Attributes:
         ranks: two ranks for a pair, one for a slow rank.
         quantity: ``"bandwidth"`` (in bytes per second) or ``"latency"`` (in seconds).
-        value: of the pair; for a rank, of its best pair. median: of the pairs with which the value
-        is compared.
+        value: of the pair; for a rank, of its best pair.
+        median: of the pairs with which the value is compared.
     """
 
     ranks: tuple[int, ...]

@@ -273,7 +273,7 @@ def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         params = [param for group in self.param_groups for param in group["params"]]
         if any(gets_master(param) for param in params):
             around = [find_stash(o) for o in _amp_state.optimizers if _has_groups_of(o, self)]
-            for stash in filter(None, around):  # a Lookahead's, which puts masters into the groups
+            for stash in filter(None, around):  # creates the masters of a Lookahead around it
                 stash.lazy_init()
             if not around:
                 adopt(self)

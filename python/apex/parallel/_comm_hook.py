@@ -66,7 +66,7 @@ class GradBucket:
         return [self._in_new_buffer(gradient) for gradient in own]
 
     def _in_new_buffer(self, own: torch.Tensor) -> torch.Tensor:
-        """The view of the new buffer at the position that ``own`` has in the old one."""
+        """The view of the new buffer at the position of ``own`` in the old buffer."""
         if own.numel() == 0:
             return self._buffer.new_empty(own.shape)
         start = (own.data_ptr() - self._own.data_ptr()) // self._own.element_size()

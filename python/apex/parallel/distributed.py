@@ -833,8 +833,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         return OverlapReport(**report, rank=rank, buckets=buckets, spans=spans)
 
     def straggler_report(self) -> StragglerReport:
-        """How long each process takes for its part of a step, and which process the others wait
-        for.
+        """How long each process takes for its part of a step, and which process delays the others.
 
         ``print(model.straggler_report())`` prints a table with a row per rank. For a straggler it
         shows whether the time is lost before backward or in it, and between which parameters'

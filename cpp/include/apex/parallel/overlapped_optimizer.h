@@ -59,8 +59,9 @@ class APEX_API OverlappedOptimizer {
   void step();
 
   /// Clears gradients. A gradient that a pending update still needs is cleared after that update.
-  /// Do not clear gradients in any other way: an update would be lost. @throws Error from
-  /// wait_for(), synchronize() or the next backward if they were cleared in another way.
+  /// Do not clear gradients in any other way: an update would be lost.
+  /// @throws Error from wait_for(), synchronize() or the next backward if they were cleared in
+  ///         another way.
   void zero_grad(bool set_to_none = true);
 
   /// Returns when the gradients of these parameters are complete and their pending updates are

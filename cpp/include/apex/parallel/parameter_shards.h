@@ -90,7 +90,8 @@ class APEX_API ParameterShards {
   /// values after the step, on all ranks; changes through .data() since the last publish() may also
   /// be undone. Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL):
   /// then a later collective throws, and the parameters have their values from before or after the
-  /// step. @throws CommunicationError.
+  /// step.
+  /// @throws CommunicationError.
   void publish();
 
   /// Called instead of publish() if this rank's step failed. Undoes this rank's writes to

@@ -484,7 +484,8 @@ class APEX_API Reducer {
   /// also records a timed event each time, and a stream of torch's pool waits for each bucket;
   /// neither the host nor the stream of backward waits. Inactive while a device graph is captured.
   /// `false` discards the last report; the remaining cost is one branch. Waits for a deferred
-  /// backward. @throws Error while a backward is running; errors of wait().
+  /// backward.
+  /// @throws Error while a backward is running; errors of wait().
   void record_overlap(bool on);
 
   /// How much communication the last recorded synchronized backward of this rank hid. A deferred

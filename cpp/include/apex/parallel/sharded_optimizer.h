@@ -97,10 +97,11 @@ class ShardedOptimizer {
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
-  /// enqueued on the current stream (NCCL). @throws CommunicationError; InvalidArgument for a
-  /// sparse gradient; exceptions of Optim. The other ranks then throw CommunicationError, over NCCL
-  /// in a later collective. Parameters have their values from before the step, or (on all ranks of
-  /// a host, or over NCCL) from after it. The group cannot be used any more.
+  /// enqueued on the current stream (NCCL).
+  /// @throws CommunicationError; InvalidArgument for a sparse gradient; exceptions of Optim. The
+  ///         other ranks then throw CommunicationError, over NCCL in a later collective. Parameters
+  ///         have their values from before the step, or (on all ranks of a host, or over NCCL) from
+  ///         after it. The group cannot be used any more.
   void step() {
     try {
       shards_.take_gradients();
