@@ -3,10 +3,10 @@
 #
 #   docker run --rm apex-parallel                                               # the demo: two processes
 #   docker run --rm apex-parallel torchrun --nproc_per_node=2 mnist/main.py     # an example
-#   docker run --rm apex-parallel apex-doctor                                   # what it finds in the container
+#   docker run --rm apex-parallel apex-doctor                                   # a report on the container
 #
-# --build-arg TORCH=2.14.1 or PYTHON=3.12 chooses other versions, JOBS=4 the compilers at a time (each takes 2 GiB).
-# The stage "tools" alone has the compiler and what a build needs: .devcontainer/devcontainer.json uses it.
+# --build-arg TORCH=2.14.1 or PYTHON=3.12 selects other versions, JOBS=4 the number of compilers (each takes 2 GiB).
+# The stage "tools" has the compiler and the build dependencies. .devcontainer/devcontainer.json uses it.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim-bookworm AS tools
@@ -28,7 +28,7 @@ RUN CMAKE_BUILD_PARALLEL_LEVEL=${JOBS} SKBUILD_CMAKE_DEFINE="APEX_UNITY_BUILD=ON
 FROM python:${PYTHON}-slim-bookworm
 COPY --from=build /usr/local /usr/local
 COPY examples /examples
-# Examples and the demo write into the folder they are started in.
+# Examples and the demo write into the current folder.
 RUN useradd --create-home apex && chown -R apex /examples
 USER apex
 WORKDIR /examples

@@ -3,9 +3,9 @@
 
     python benchmarks/backend.py [--ranks 2 4] [--sizes KIB ...] [--only all_reduce ...]
 
-The backends take turns. A size is that of a rank's largest tensor: the tensor that it reduces, or
-the result of a gather. A time is that of one of several calls in a row, on the slowest rank.
-``ratio`` is the median of apex's time divided by Gloo's of the same turn. ``Gloo, 4 lo`` has
+The backends take turns. The size is that of a rank's largest tensor: the tensor that it reduces, or
+the result of a gather. The time is per call, averaged over several calls in a row, on the slowest
+rank. ``ratio`` is the median of apex's time divided by Gloo's of the same turn. ``Gloo, 4 lo`` has
 several connections between two ranks (``GLOO_SOCKET_IFNAME=lo,lo,lo,lo``). Writes ``backend.json``.
 """
 

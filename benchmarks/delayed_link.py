@@ -6,8 +6,8 @@
 Creates two TUN devices, which the caller moves into two network namespaces, and forwards packets
 between them until SIGTERM. A packet leaves when the packets before it have left at the given rate,
 and arrives after the delay. A packet that would wait longer than 50 ms to leave is dropped, as by
-tc's tbf. Unlike a real link, this one takes a part of a core from the ranks: about a seventh with
-jumbo frames at 200 Mbit/s in both directions. That part is printed at the end.
+tc's tbf. Unlike a real link, this one uses CPU time that the ranks could use: about a seventh of a
+core with jumbo frames at 200 Mbit/s in both directions. The share is printed at the end.
 """
 
 from __future__ import annotations

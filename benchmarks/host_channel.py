@@ -4,17 +4,16 @@
     python benchmarks/host_channel.py [--ranks 2 4] [--sizes KIB ...] [--output FOLDER]
 
 All-reduce: shared memory and Gloo take turns, with a barrier before each turn of several calls in a
-row. A line shows medians over turns, in milliseconds, of a call's time on rank 0 and of its CPU
-time. Beside them is the time to copy the same number of bytes on every rank. A tensor in the
-process's own memory is copied to shared memory and back in parts, which takes as much memory
-traffic as the sum itself. So ``share of copy``, the time of a copy relative to the all-reduce,
-cannot exceed one half. A bucket of the reducer is in shared memory. Its time is that of a backward
-with one parameter whose gradient is a view of the bucket, minus the same backward in ``no_sync()``.
+row. A line shows the time and the CPU time of a call on rank 0, in milliseconds (medians over
+turns), and the time to copy the same number of bytes on every rank. A tensor in the process's own
+memory is copied to shared memory and back in parts, which takes as much memory traffic as the sum
+itself. So ``share of copy``, the time of a copy relative to the all-reduce, cannot exceed one half.
+A bucket of the reducer is in shared memory. Its time is measured with one parameter whose gradient
+is a view of the bucket: a backward minus a backward in ``no_sync()``.
 
-SyncBatchNorm: forward and backward of 16 small layers with statistics over all ranks, and of the
-    same
-layers with statistics of each rank alone, in turns. The difference, per layer, is the cost of two
-collectives. Writes ``host_channel.json`` and draws ``host_channel.png``.
+SyncBatchNorm: forward and backward of 16 small layers, alternately with statistics over all ranks
+and with statistics of each rank alone. The difference, per layer, is the cost of two collectives.
+Writes ``host_channel.json`` and draws ``host_channel.png``.
 """
 
 from __future__ import annotations

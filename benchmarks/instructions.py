@@ -75,7 +75,7 @@ def _read_dumps(folder: str) -> dict[tuple[str, int], list[float]]:
 
 
 def measure(numel: int = 64, counts: tuple[int, ...] = (20, 50, 100)) -> dict[str, Any]:
-    """Instructions per step, what a wrapper adds, and a linear fit of that over the parameters."""
+    """Instructions per step, each wrapper's overhead, and a linear fit of it over parameters."""
     # Valgrind does not support AVX-512.
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
                    "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1",

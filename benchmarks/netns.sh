@@ -163,7 +163,7 @@ for link in $links; do
   described="$rate, delay $delay each way, MTU $mtu, by $by"
   echo "== link: $described"
   ip netns exec "$a" ping -q -c 20 -i 0.01 10.99.0.2 2>/dev/null | tail -1 || true
-  host_in "$b" "$ranks" "$name" "$described" >/dev/null & # its messages are those of rank 0
+  host_in "$b" "$ranks" "$name" "$described" >/dev/null & # rank 0 prints the results
   children=($!)
   (host_in "$a" 0 "$name" "$described") || status=$?
   wait "${children[0]}" || status=$?

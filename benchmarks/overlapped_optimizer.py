@@ -7,13 +7,14 @@ backward.
 
 A step is zero_grad(), forward, backward and SGD with momentum. OverlappedOptimizer hides
 communication under the next step's forward. So variants take turns of several steps, with a barrier
-before and after each turn. The last step of a turn has no forward after it, so its wait in
-synchronize() is included. The time of a step is that of a turn divided by its steps, on the slowest
-rank. Ratios are medians over rounds of a time divided by that of torch's default in the same round.
+before and after each turn. No forward follows the last step of a turn, so the time includes its
+wait in synchronize(). The time of a step is that of its turn divided by the number of steps, on the
+slowest rank. Ratios are medians over rounds of a time divided by that of torch's default in the
+same round.
 
-Two lower bounds are shown, from times of the same round. If backward() waits: forward + update +
-max(backward, all-reduce). In any order: max(forward + backward + update, all-reduce). At the end,
-parameters are compared with those of the loop that waits.
+Two lower bounds are computed from times of the same round. If backward() waits: forward + update +
+max(backward, all-reduce). With any overlap: max(forward + backward + update, all-reduce). At the
+end, parameters are compared with those of the loop that waits.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ rank.
 
 A step is zero_grad(), forward, backward and step(). All variants run in one process group and take
 turns step by step, with a barrier before and after each step. A time is that of the slowest rank.
-Ratios are medians over rounds of a time divided by the baseline of the same round. The baseline is
-the same processes without data parallelism: each trains alone, with the same optimizer. "update" is
-step() alone, which is measured on CPUs. The state of the optimizer is measured in bytes, on the
-rank with the most.
+Ratios are medians over rounds of a time divided by the baseline of the same round. In the baseline,
+the same processes train without data parallelism: each alone, with the same optimizer. "update" is
+step() alone, which is measured on CPUs. The size of the optimizer state is that of the rank with
+the largest state, in bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TITLES = {
     "apex_sharded": "apex's DDP, ShardedOptimizer",
     "apex_across": "apex's DDP, ShardedOptimizer(across_hosts=True)",
 }
-#: By name, the class of the optimizer and its arguments.
+#: Optimizer classes and their arguments, by name.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw_fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),

@@ -6,15 +6,16 @@ Several ranks:    torchrun --nproc-per-node 2 benchmarks/sync_batch_norm.py
 On a GPU:         python benchmarks/sync_batch_norm.py --device cuda
 
 Measures forward plus backward of one layer. Variants are interleaved in every round. The result is
-the first quartile of the rounds, because the machine may have other work (--rounds sets their
-number). The share of the copy bandwidth is the layer's minimum memory traffic (x read twice and y
-written once, x and dy read twice and dx written once) per time, divided by the bandwidth of a copy
-of the same tensor in the same rounds. More than 100 % is possible if a second read hits a cache.
+the first quartile of the rounds, because other programs may use the machine (--rounds sets the
+number of rounds). The share of the copy bandwidth is the layer's minimum memory traffic (x read
+twice and y written once, x and dy read twice and dx written once) per time, divided by the
+bandwidth of a copy of the same tensor in the same rounds. More than 100 % is possible if a second
+read hits a cache.
 
 torch.nn.SyncBatchNorm does not accept CPU tensors, so its column is empty there. With several
 ranks, the communication of a layer is also timed alone: an all-gather and an all-reduce of two
-float64 values per channel, on a separate group. So is the CPU time of the training thread, which
-excludes its waiting for other ranks.
+float64 values per channel, on a separate group. The CPU time of the training thread is also
+measured; it excludes waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def measure(
     rounds: int,
     others: dict[str, Callable[[], None]],
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """Seconds, and CPU seconds of this thread, per forward plus backward of each variant and per
-    call of the others. Also the seconds of a copy of x."""
+    """Time forward plus backward of each variant, each call in `others`, and a copy of x. Returns
+    seconds, CPU seconds of this thread, and the seconds of the copy."""
     target = torch.empty_like(x)
     source = x.detach()
     steps = dict(others)

@@ -15,7 +15,7 @@ set_target_properties(apex_parallel PROPERTIES
   EXPORT_NAME archive)
 
 # Operators register themselves in static initializers, in object files to which no symbol of a
-# program may refer. So the linker has to take the whole archive. Consumers link this wrapper.
+# program may refer. So the linker must take the whole archive. Consumers link this wrapper.
 #
 # The archive must follow the program's own objects. If several objects define an inline function,
 # the linker takes the first definition, and the last objects of the archive are compiled for newer

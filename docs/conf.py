@@ -100,7 +100,8 @@ html_title = f"apex-parallel {release}"
 
 
 def _read_page(app: object, docname: str, source: list[str]) -> None:
-    """Puts in what is generated; files that are not part of the site are links to the repository.
+    """Inserts the generated parts; files that are not part of the site become links to the
+    repository.
 
     Where it is not known, they are not links.
     """

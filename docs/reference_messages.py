@@ -261,7 +261,7 @@ def plain(text: str) -> str:
 
 
 def matches(part: str, messages: list[Message]) -> list[Message]:
-    """The messages that contain a part of a text, of which every "…" stands for anything."""
+    """The messages that contain a part of a text, in which each "…" stands for any text."""
     wanted = re.compile(".*".join(re.escape(plain(piece)) for piece in part.split(GAP)))
     return [message for message in messages if wanted.search(plain(message.text))]
 

@@ -89,7 +89,7 @@ def _whole_number(text: str, least: int, otherwise: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} {otherwise}")
-    if value >= 2**62:  # torch's numbers have 64 bits, and something may be added
+    if value >= 2**62:  # torch's seeds have 64 bits, and callers may add a number
         raise argparse.ArgumentTypeError(f"{value} is too large: numbers are below 2**62")
     return value
 
@@ -319,7 +319,7 @@ def read_checkpoint(
         path: the file.
         device: the device of this process. Without it, all processes of a host would first load the
             tensors onto the device that they were saved from, GPU 0.
-        settings: options that must equal the ones in the checkpoint's "settings".
+        settings: options that must equal those in the checkpoint's "settings".
     """
     try:
         data = io.BytesIO(path.read_bytes())
@@ -327,7 +327,7 @@ def read_checkpoint(
         fail(f"cannot read the checkpoint {path}: {error.strerror}.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about what it finds in foreign files
+            warnings.simplefilter("ignore")  # torch warns about some contents of foreign files
             state = torch.load(data, map_location=device, weights_only=True)
     except Exception:  # errors of zipfile, pickle and torch vary with the file
         fail(f"{path} is not a whole checkpoint of torch.save: resume from another one.")

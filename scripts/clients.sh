@@ -21,7 +21,7 @@ fi
 # The release of torchvision that matches torch: 0.28 for 2.13, 0.29 for 2.14. PyPI's build is for CUDA. With a CPU build
 # of torch its operators are missing, and python/tests/clients_support.py substitutes them.
 torchvision=$("$python" -c 'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')
-# On each line, a package and what it imports. Dependencies are not installed, so that none of them can replace torch.
+# Each line: a package and the packages that it imports, installed without their dependencies, which could replace torch.
 packages=(
   lightning lightning-utilities torchmetrics fsspec tqdm typing_extensions
   mmengine addict cycler contourpy fonttools kiwisolver matplotlib numpy opencv-python-headless pyparsing python-dateutil

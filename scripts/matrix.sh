@@ -48,7 +48,7 @@ rows=(
   "2.15.0 3.13 gcc 20"
   "2.15.0 3.14 gcc 20"
 )
-# The same with nvcc, which has to match the CUDA version that torch was built for.
+# The same with nvcc, which must match the CUDA version for which torch was built.
 cuda_rows=(
   "2.11.0 3.11 gcc 20 cuda"
   "2.12.1 3.11 gcc 20 cuda"
@@ -82,7 +82,7 @@ find_compiler() {
   return 1
 }
 
-# missing PYTHON COMPILER [cuda]: print what a row needs and this host lacks.
+# missing PYTHON COMPILER [cuda]: print the requirements of a row that this host lacks.
 missing() {
   find_python "$1" >/dev/null || echo "no Python $1"
   find_compiler "$2" >/dev/null || echo "no $2"

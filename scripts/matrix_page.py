@@ -39,7 +39,7 @@ the versions and the commit that it names, and for nothing else.
 
 
 def commit() -> str:
-    """The last commit that changed what a row builds or tests. Documentation does not count."""
+    """The last commit that changed the built or tested sources. Documentation does not count."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)

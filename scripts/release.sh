@@ -9,7 +9,7 @@
 #
 #   bash scripts/release.sh [--output DIR] TORCH...
 #
-# TORCH is what pip installs, options included: torch==2.13.0, or
+# TORCH is the argument of pip install, with options: torch==2.13.0, or
 # "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu". DIR is dist/ by default.
 #
 # Artifacts that passed their tests are moved into DIR. No other files remain, even after a failure or interruption.
@@ -123,7 +123,7 @@ test_cpp_package() {
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
   apex_quiet "$venv/bin/cmake" --build "$work/consumer"
   "$work/consumer/consumer"
-  # A C program that does not use libtorch directly must also find the one in DIR.
+  # A C program that does not use libtorch directly must also find the libtorch in DIR.
   apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/examples/c" -B "$work/c_digits" \
     -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed \
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
@@ -153,8 +153,8 @@ for torch in "${torches[@]}"; do
   fi
   PATH="$venv/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)} \
     apex_quiet "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/wheel" "$sources"
-  # torch's libraries are not included. The name is determined by the C library that the others need:
-  # pip refuses the wheel on systems with an older one.
+  # torch's libraries are not included. The name of the wheel depends on the C library that its libraries need: pip
+  # refuses the wheel on systems with an older C library.
   PATH="$venv/bin:$PATH" apex_quiet auditwheel repair --wheel-dir "$built" \
     --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcud*' --exclude 'libnccl*' "$work"/wheel/*.whl
   rm -r "$work/wheel"

@@ -4,8 +4,8 @@
 #
 #   scripts/sanitize.sh [--program NAME] [--tests FILTER] [--build-only] [PRESET...]
 #
-# NAME is one of the test programs, unit tests or not; only its targets are built then. For example, the
-# first line tests what ranks of a host do in shared memory, and the second tests sums over several hosts:
+# NAME is one of the test programs, unit tests or not; only its targets are built then. For example, the first line
+# tests the collectives of ranks in shared memory, and the second tests sums over several hosts:
 #
 #   scripts/sanitize.sh --program apex_kernel_tests --tests '*Host*'
 #   scripts/sanitize.sh --program apex_hosts_tests asan

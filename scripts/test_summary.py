@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Adds up the results of CTest, GoogleTest and pytest in a folder and prints them as one line.
 
-CTest has one entry per GoogleTest executable; where such an executable left its own results,
-NAME.xml, these are counted in its place.
+CTest has one entry per GoogleTest executable. If an executable wrote its own results, NAME.xml,
+these are counted instead of the entry.
 """
 
 import sys
@@ -32,7 +32,7 @@ def outcomes(file: Path) -> dict[str, list[str]]:
 
 
 def all_outcomes(folder: Path) -> dict[str, list[str]]:
-    """Outcomes of everything that left results in the folder, by name."""
+    """The outcomes of all tests with results in the folder, by name."""
     result: dict[str, list[str]] = {}
 
     def add(found: dict[str, list[str]]) -> None:

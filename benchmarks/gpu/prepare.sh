@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Prepares what run.sh needs on a machine without network, in .carry, a folder that git ignores and that is copied
-# with the repository: GoogleTest's source and, with --build, the package and the C++ test programs. Building them
-# here saves GPU time.
+# Prepares the folder .carry for run.sh on a machine without network: GoogleTest's source and, with --build, the package
+# and the C++ test programs. Git ignores the folder; copy it with the repository. Building them here saves GPU time.
 #
 #   benchmarks/gpu/prepare.sh             needs GoogleTest's source (Debian and Ubuntu: the package googletest)
 #   benchmarks/gpu/prepare.sh --build     needs nvcc, and the Python and torch that run.sh finds there; no GPU

@@ -6,7 +6,7 @@
 
 #include <apex/parallel/bucket_assignment.h>
 
-// Planning: once per recorded order, so it only has to be small next to a step.
+// Planning runs once per recorded order, so it need only be fast compared to a step.
 
 namespace {
 

@@ -3,7 +3,7 @@
 
 #include <ATen/Parallel.h>
 
-// One thread, so that what is measured is the work and not how it is spread.
+// One thread, to measure the work and not its distribution over threads.
 int main(int argc, char** argv) {
   at::set_num_threads(1);
   benchmark::Initialize(&argc, argv);

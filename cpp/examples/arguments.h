@@ -171,8 +171,8 @@ class Options {
   std::vector<Option> options_;
 };
 
-/// Runs `body`; what it throws becomes a sentence on stderr and the exit code: 2 for the command
-/// line and for an environment that cannot be right, 1 for anything else.
+/// Runs `body`. An exception becomes a sentence on stderr and the exit code: 2 for the command line
+/// and for an environment that cannot be right, 1 for anything else.
 inline int run_program(const char* name, const std::function<void()>& body) {
   try {
     body();

@@ -17,10 +17,10 @@ namespace apex::parallel {
 // numbers are flushed to zero: torch.set_flush_denormal(True) and programs built with -ffast-math
 // turn this on. A thread inherits the mode of the thread that starts it. A rank computes its own
 // gradient in its own mode, and all ranks receive the sum of these gradients. But each rank also
-// computes from received values by itself: it sums small messages, divides by the number of ranks
-// and merges statistics. These results must have the same bits on every rank. So these computations
-// run in the default mode, which rounds to nearest and keeps subnormal numbers. A loop on several
-// threads sets the mode on each thread.
+// computes results from received values itself: it sums small messages, divides by the number of
+// ranks and merges statistics. These results must have the same bits on every rank. So these
+// computations run in the default mode, which rounds to nearest and keeps subnormal numbers. A loop
+// on several threads sets the mode on each thread.
 
 /// RAII guard that puts the calling thread into the default floating-point mode. Takes a few
 /// nanoseconds. Traps and sticky flags stay as they are. Does nothing on processors other than

@@ -30,9 +30,9 @@ constexpr int64_t kSquaresBlock = 512;
 constexpr double kLeastBlock = 1e-26, kMostBlock = 1e37;
 
 /// Sums of squares of the tensor of an all-reduce, if the caller requests them. Each rank sums one
-/// part of the message. It measures its own values of that part only while it sums them, so that it
-/// reads them once. `kept` and `reduced` are set when the all-reduce has completed, to the same
-/// bits on every rank.
+/// part of the message. It measures its own values in that part while it sums them, so that it
+/// reads them only once. `kept` and `reduced` are set when the all-reduce has completed, to the
+/// same bits on every rank.
 struct SquareSums {
   double sent = 0;           ///< this rank's input without the part that it sums; set at issue
   std::vector<double> kept;  ///< by rank: the rank's own input to the part that it sums

@@ -13,11 +13,11 @@ namespace apex {
 //
 // A strided tensor may have no memory. A subclass written in Python may hold inner tensors and
 // implement every operator itself, a meta tensor has only a shape, and a ZeroTensor of autograd
-// stores no elements. Their data pointers are null, and so are those of tensors that an operator
-// such as cat makes from them. So code calls has_memory() before it takes an address. If the parts
-// of a tensor are known, its values are synchronized part by part, because an operator on a tensor
-// of two parts may copy one of them over the other. Other tensors are copied by in_memory(), which
-// uses their own operators.
+// stores no elements. Their data pointers are null, and so are the data pointers of tensors that an
+// operator such as cat makes from them. So code calls has_memory() before it takes an address. If
+// the parts of a tensor are known, its values are synchronized part by part, because an operator on
+// a tensor of two parts may copy one of them over the other. Other tensors are copied by
+// in_memory(), which uses their own operators.
 
 /// Whether the data pointer of `tensor` points to its values, with its strides.
 bool has_memory(const at::Tensor& tensor);

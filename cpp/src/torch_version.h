@@ -96,8 +96,8 @@ inline bool is_nccl(const std::string& backend_name) {
 }
 
 /// Checks that the group was not reconfigured. Since torch 2.14 a group's rank and size can change.
-/// Plans and communicators made before that are no longer valid. In earlier versions rank and size
-/// never change.
+/// Plans and communicators from before a change are no longer valid. In earlier versions rank and
+/// size never change.
 /// @throws apex::Error if `group` has another rank or size than the given ones.
 inline void require_same_ranks(const c10d::ProcessGroup& group, int rank, int size,
                                const char* what) {

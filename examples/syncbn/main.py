@@ -45,7 +45,7 @@ def build_model() -> nn.Module:
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(32 * 16, 64, bias=False),
-        nn.BatchNorm1d(64),  # one value per image and channel, so this one needs a large batch
+        nn.BatchNorm1d(64),  # one value per image and channel, so this norm needs a large batch
         nn.ReLU(),
         nn.Linear(64, 10),
     )

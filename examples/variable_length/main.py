@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 3 main.py --micro-batches 2 --average plain
 
 The loss is the mean over characters. Each step takes the same lines, for any number of ranks and
-micro-batches, so the losses should be equal. With `--average weighted` they are. With `plain`, each
-rank takes the mean over its own characters, as scripts written for one process do.
+micro-batches, so the losses should be equal. With `--average weighted` they are. With `--average
+plain`, each rank takes the mean over its own characters, as in a script written for one process.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 The demo takes about fifteen seconds and needs no GPU. It shows what rank 0 reports when rank 1 is
 slightly slow in every step, when it is late once, and when it is killed. It writes a trace and, if
 matplotlib is installed, a picture of a slow step into the current folder, or into the folder for
-temporary files if the current one cannot be written to.
+temporary files if the current folder is not writable.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ Threads& threads() {
   return *instance;
 }
 
-/// Runs `body` with the GIL on a new thread, because native code may hold the GIL for long. False
-/// if the interpreter is shutting down. `body` must not throw.
+/// Runs `body` with the GIL on a new thread, because native code may hold the GIL for a long time.
+/// False if the interpreter is shutting down. `body` must not throw.
 bool start_under_lock(std::function<void()> body) {
   {
     const std::lock_guard<std::mutex> lock(threads().mutex);

@@ -189,7 +189,7 @@ def whole_batch(model: Model, world: int, step: int = 0) -> tuple[Tensor, ...]:
 
 
 class Branches(nn.Module):
-    """Three layers. A forward uses the ones that it is given."""
+    """Three layers. The arguments of a forward select the layers that it uses."""
 
     def __init__(self) -> None:
         super().__init__()

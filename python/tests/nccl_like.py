@@ -19,7 +19,7 @@ def eager_nccl() -> Iterator[list[str]]:
     """Behave as after ``init_process_group("nccl", device_id=...)``. Yields the calls to torch.
 
     torch then creates groups by ncclCommSplit. new_group() splits the communicator of the default
-    group, so all its ranks have to call it, even with use_local_synchronization=True. split_group()
+    group, so all its ranks must call it, even with use_local_synchronization=True. split_group()
     splits the communicator of a given group, for all of its ranks. No collective may be outstanding
     on the device, so the host must synchronize with the device before each split.
     """

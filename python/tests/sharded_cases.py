@@ -285,7 +285,7 @@ def _through_pieces(old: ShardedOptimizer, new: ShardedOptimizer, rank: int) -> 
 
 
 def run_seeds(rank: int, world: int, seeds: list[int]) -> None:
-    # All partitions of the ranks into two groups. Every rank has to create every group.
+    # All partitions of the ranks into two groups. Every rank must create every group.
     groups = [
         [
             dist.new_group(list(range(first))),

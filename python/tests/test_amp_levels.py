@@ -204,7 +204,7 @@ def test_initialize_prints_options_unless_silent(capsys: pytest.CaptureFixture[s
 
 
 class Mixed(nn.Module):
-    """A model with everything that a cast has to distinguish."""
+    """A model with everything that a cast must distinguish."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ RUST, JAVA = EXAMPLES / "rust_c_api", EXAMPLES / "java_c_api"
 HEADER = ROOT / "cpp" / "include" / "apex" / "c_api.h"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 ENVIRONMENT.pop("LD_LIBRARY_PATH", None)
-#: Of each program the weight of a rank's samples, and what it is in the negative control.
+#: For each program, the weight of a rank's samples, and its value in the negative control.
 WEIGHTS = {RUST: ("mine.len() as f64", "1.0"), JAVA: ("setWeight(last - first)", "setWeight(1)")}
 
 

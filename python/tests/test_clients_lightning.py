@@ -74,7 +74,7 @@ def _accumulates(rank: int, world: int) -> None:
     with trainer(rank, world, accumulate_grad_batches=3, max_epochs=1) as job:
         job.fit(model, loader(rank, world))
     check_equals(model.net, plain(world, batches=3, epochs=1), buffers=rank == 0)
-    # Each of two ranks has three batches per epoch, of which only the last is synchronized.
+    # Each of two ranks has three batches per epoch. Only the last one is synchronized.
     statistics = model.wrappers[0].statistics()
     check_equal(statistics["backwards"], 1, f"synchronized of {statistics}")
 

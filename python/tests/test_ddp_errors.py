@@ -151,7 +151,7 @@ def test_number_of_streams_that_differs_raises_before_groups_are_made(ranks: Ran
 
 
 def _overlapping(rank: int, world: int) -> None:
-    """torch would name the further group by the number of groups, of which rank 0 has more."""
+    """torch would name the new group by the number of groups, and rank 0 has more groups."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     if rank == 1:
         return

@@ -139,7 +139,9 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
             os.kill(pids[CULPRIT], signal.SIGKILL)
     check(f"rank {rank} of {world}" in message, message)
     check(operation in message, message)
-    named = set(re.findall(r"(?:; |failed: )ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message))
+    named = set(
+        re.findall(r"(?:; |failed: )ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message)
+    )
     check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
     return message
 

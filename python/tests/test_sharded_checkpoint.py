@@ -66,7 +66,7 @@ def test_boxes_are_rows_where_possible() -> None:
 
 
 def _net(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Parameters of which two, three and four ranks have different pieces."""
+    """Parameters that two, three and four ranks split differently."""
     torch.manual_seed(3)
     bias = name != "muon"
     net = nn.Sequential(nn.Linear(95, 130, bias=bias))
@@ -302,7 +302,7 @@ def test_sharded_checkpoint_says_what_is_wrong(ranks: RankPool, tmp_path: pathli
 
 
 def _grows(rank: int, world: int, folder: str) -> None:
-    """A group added later, a group of which one rank has nothing, ranks of a subgroup."""
+    """A group added later, a group without pieces on one rank, ranks of a subgroup."""
     group = dist.new_group([1, 2])
     results = []
     for part in ("saved", "loaded"):

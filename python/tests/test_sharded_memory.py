@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ShardedOptimizer where ranks share memory: what programs do with the memory of parameters, and
-ranks that are killed during a step.
+"""ShardedOptimizer where ranks share memory: how programs use the memory of parameters, and ranks
+that are killed during a step.
 
 More kills: ``python python/tests/test_sharded_memory.py --kills 100``.
 """
@@ -49,7 +49,7 @@ def _backward(model: nn.Module, step: int) -> None:
     model(x).square().mean().backward()
 
 
-# --- what programs do with the memory of parameters ---
+# --- how programs use the memory of parameters ---
 
 # Each is called before the optimizer is constructed, with step -1, and before each step. What it
 # returns is held.
@@ -85,7 +85,7 @@ def _replaced(model: nn.Module, step: int) -> Any:
 
 
 def _swapped(model: nn.Module, step: int) -> Any:
-    """An average is evaluated in place of the parameters, which come back before the step."""
+    """An average replaces the parameters for an evaluation, and is replaced before the step."""
     held = [p.data for p in model.parameters()]
     for p in model.parameters():
         p.data = torch.zeros_like(p.data)

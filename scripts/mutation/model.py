@@ -27,7 +27,7 @@ class Mutant:
     statement: bool = False
     area: str = ""
     number: int = -1  #: selected by APEX_MUTANT
-    occurrence: int = 0  #: index among equal changes of equal lines of the file
+    occurrence: int = 0  #: index among identical changes of identical lines in the file
     turn: float = 0.0  #: from 0 to 1, the order in which the area's mutants were drawn
     key: str = field(default="", init=False)
 

@@ -19,7 +19,7 @@ NO_EFFECT = ("warn", "warning", "print", "maybe_print", "warn_or_err")
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Finds the mutants of a module, and inserts both versions of the ones that have a number."""
+    """Finds the mutants of a module, and inserts both versions of each mutant with a number."""
 
     def __init__(self, path: str, source: str, numbers: dict[tuple, int] | None) -> None:
         self.path, self.lines, self.numbers = path, source.splitlines(), numbers

@@ -103,7 +103,7 @@ final class Apex {
     return ByteBuffer.allocateDirect(8 * count).order(ByteOrder.nativeOrder());
   }
 
-  // In apex_jni.c. Buffers have to be direct ones.
+  // In apex_jni.c. Buffers must be direct.
   private static native long init(String backend);
   private static native void shutdown(long group);
   private static native int rank(long group);

@@ -104,7 +104,7 @@ Job start_job() {
   Job job;
   const bool gpu = torch::cuda::is_available();
   if (gpu) job.device = torch::Device(torch::kCUDA, 0);
-  // DISTRIBUTED: a launcher says who we are through the environment; without one, train alone.
+  // DISTRIBUTED: a launcher sets rank and world size in the environment; without one, train alone.
   apex::distributed::ProcessGroupOptions options;
   if (!apex::distributed::read_launch_ranks()) {
     // A file in memory, gone with the process however it ends.

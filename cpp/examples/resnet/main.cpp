@@ -130,7 +130,7 @@ void run(const Arguments& args) {
   }
   const int rank = dist::rank(), world_size = dist::world_size();
 
-  // Statistics travel over a communicator of their own, not in the queue behind gradients.
+  // Statistics use a separate communicator, so they do not queue behind gradients.
   std::vector<int> all(world_size);
   for (int i = 0; i < world_size; ++i) all[i] = i;
   ResNet50 net(dist::new_group(all));

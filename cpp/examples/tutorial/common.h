@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// What has nothing to do with distributed training: arguments, the network, what is printed.
+// Code unrelated to distributed training: arguments, the network, the output.
 
 #include <cstdint>
 #include <fstream>
@@ -42,7 +42,7 @@ class Report {
 /// Reads the command line and calls `train`. An exception is one line, and exit status 1, or 2 if
 /// the command line or the environment is wrong.
 ///
-/// `purpose`: what --help says. `checkpoints`: whether there is an option --checkpoint.
+/// `purpose`: the text of --help. `checkpoints`: whether there is an option --checkpoint.
 int run(int argc, char** argv, void (*train)(const Arguments&), const char* purpose,
         bool checkpoints = false);
 

@@ -47,7 +47,7 @@ void train(const tutorial::Arguments& args) {
       // Gradients are averaged over the ranks, so these make the mean over the batch.
       const auto loss = sum * (static_cast<double>(dist::world_size()) / batch.size(0));
       scaler.scale(loss).backward();  // NEW
-      scaler.unscale_(optimizer);     // NEW: clipping has to see the gradients themselves
+      scaler.unscale_(optimizer);     // NEW: clipping needs the unscaled gradients
       torch::nn::utils::clip_grad_norm_(net.parameters(), /*max_norm=*/5.0);
       scaler.step(optimizer);  // NEW: not if a gradient overflowed
       scaler.update();         // NEW

@@ -57,7 +57,7 @@ void train(const tutorial::Arguments& args) {
       const auto loss = torch::nn::functional::cross_entropy(
           output.to(torch::kFloat32), digits.train.labels.index_select(0, rows));
       scaler.scale(loss).backward();
-      scaler.unscale_(optimizer);  // clipping has to see the gradients themselves
+      scaler.unscale_(optimizer);  // clipping needs the unscaled gradients
       torch::nn::utils::clip_grad_norm_(net.parameters(), /*max_norm=*/5.0);
       scaler.step(optimizer);  // not if a gradient overflowed
       scaler.update();

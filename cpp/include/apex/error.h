@@ -29,15 +29,15 @@ class APEX_API InvalidArgument : public Error {
 };
 
 /// The ranks of a process group do not agree on what they are about to do (Python: RuntimeError).
-/// Thrown on every rank that takes part, so that none is left waiting.
+/// Thrown on every participating rank, so that no rank keeps waiting.
 class APEX_API RankMismatch : public Error {
  public:
   explicit RankMismatch(const std::string& message);
   ~RankMismatch() override;
 };
 
-/// A collective failed or timed out (Python: RuntimeError). Usually the process group is unusable
-/// afterwards and has to be created again.
+/// A collective failed or timed out (Python: RuntimeError). The process group is usually unusable
+/// afterwards; create a new one.
 class APEX_API CommunicationError : public Error {
  public:
   explicit CommunicationError(const std::string& message);

@@ -18,8 +18,8 @@ class APEX_API Interrupted : public Error {
 /// Sets a function that can end a wait for other ranks over Gloo. After a quarter of a second of
 /// waiting, the waiting thread calls it about twenty times a second. If it returns true, the wait
 /// throws Interrupted; if it throws, the wait throws that exception. An empty function removes it.
-/// Python's module sets one that, on the main thread, runs pending signal handlers. What a handler
-/// raises (KeyboardInterrupt for Ctrl-C) ends the wait. Thread safe; does not block.
+/// In Python it runs pending signal handlers, if called on the main thread. An exception from a
+/// handler (KeyboardInterrupt for Ctrl-C) ends the wait. Thread safe; does not block.
 APEX_API void set_interruption_check(std::function<bool()> interrupted);
 
 }  // namespace apex

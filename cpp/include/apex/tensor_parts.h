@@ -17,19 +17,19 @@ namespace apex {
 ///
 /// @param parts       called only for such tensors, on any thread; empty: no tensor has known
 ///                    parts.
-/// @param keep_error  called while handling an exception that such an operator has thrown. The
-///                    exception may be rethrown later on another thread, so keep_error has to move
-///                    what it needs from thread-local state into it.
+/// @param keep_error  called while handling an exception of such an operator. The exception may be
+///                    rethrown later on another thread, so keep_error must copy the thread-local
+///                    state of the error into the exception.
 ///
-/// Python's module sets functions that call `__tensor_flatten__` and fetch Python's error. Thread
+/// The Python module sets functions that call `__tensor_flatten__` and fetch Python's error. Thread
 /// safe; does not block.
 APEX_API void set_tensor_parts(
     std::function<std::vector<at::Tensor>(const at::Tensor& tensor)> parts,
     std::function<void()> keep_error = {});
 
 /// The tensors that hold the values of `tensor`: its inner tensors, found recursively by the
-/// function above, or `tensor` itself if it has its own storage or its parts are unknown. Throws
-/// what that function throws.
+/// function above, or `tensor` itself if it has its own storage or its parts are unknown.
+/// Exceptions of that function propagate.
 APEX_API std::vector<at::Tensor> parts_of(const at::Tensor& tensor);
 
 }  // namespace apex

@@ -204,7 +204,7 @@ void LossScaler::synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group
   parallel::run_collective(what, *group, [&] {
     return parallel::issue_all_reduce(what, *group, flag, c10d::ReduceOp::MAX);
   });
-  // It is at least as large as the flag of every device, so those flags need no change.
+  // This flag is at least as large as the flag of every device, so those flags need no change.
   found_inf_on(flag.device()).copy_(flag);
 }
 
@@ -225,7 +225,7 @@ void LossScaler::update() {
     std::optional<at::Scalar> low, high;
     if (options_.min_scale()) low = *options_.min_scale();
     if (options_.max_scale()) high = *options_.max_scale();
-    // The tracker is zero only after a change of the scale. A scale that was set by hand is not
+    // The tracker is zero only after a change of the scale. A scale that the caller has set is not
     // clamped before that.
     scale_.copy_(at::where(growth_tracker_ == 0, scale_.clamp(low, high), scale_));
   }

@@ -43,7 +43,7 @@ struct Header {
   static constexpr size_t kNameLength = 40;
   int64_t bytes = 0;  ///< size of the values that follow
   int64_t channels = 0;
-  int64_t number = 0;  ///< of this exchange in its group; refused exchanges also count
+  int64_t number = 0;  ///< number of this exchange in its group; refused exchanges also count
   Direction direction = Direction::kForward;
   int32_t name_length = 0;
   char name[kNameLength] = {};  ///< the last characters of the layer's name

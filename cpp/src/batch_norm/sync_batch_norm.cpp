@@ -43,8 +43,8 @@ bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::Proces
   }
 }
 
-/// The process group of all ranks, which layers without a group of their own share. Null if there
-/// is one rank. The first call in a job is collective.
+/// The process group of all ranks. Layers for which no group was passed share it. Null if there is
+/// one rank. The first call in a job is collective.
 c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   if (!apex::distributed::is_initialized()) {
@@ -227,7 +227,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() co
   if (options.process_group()) {
     return options.process_group();
   }
-  announce_collective(4 * options.num_features());  // first: peers under join() also make the group
+  announce_collective(4 * options.num_features());  // first: peers under join() create it too
   return group_of_all_ranks();
 }
 

@@ -311,7 +311,7 @@ at::Tensor gather_statistics(const Peers& peers, const at::Tensor& record, int64
   const at::Tensor weighted = mean * count;
   at::Tensor moments = at::cat({weighted, at::addcmul(m2, weighted, mean), count});
   all_reduce(peers, moments, Direction::kForward, channels);
-  const DefaultFloatingPointMode mode;  // every rank computes the following by itself
+  const DefaultFloatingPointMode mode;  // every rank computes the rest itself
   const auto [sum, squares, total] = parts(moments);
   const at::Tensor mean_of_all = sum / total.clamp_min(1);
   const at::Tensor m2_of_all = at::addcmul(squares, sum, mean_of_all, /*value=*/-1).clamp_min_(0);

@@ -192,7 +192,7 @@ int64_t merge_statistics(const at::Tensor& input, const ForwardCall& call, const
     total += records[(rank + 1) * kernels::statistics_length(channels) - 1];
   }
   check_more_than_one_value(input, static_cast<int64_t>(total));
-  const DefaultFloatingPointMode mode;  // every rank merges by itself and keeps the result
+  const DefaultFloatingPointMode mode;  // every rank merges itself and uses the result
   for (int64_t c = 0; c < channels; ++c) {
     kept.keep(c, kernels::merge_ranks(records, ranks, channels, c));
   }
@@ -233,7 +233,7 @@ int64_t forward_as(const ForwardArguments& a, const ForwardCall& call, const Kep
   return total;
 }
 
-/// Every rank computes this by itself: see Note [Floating-point modes].
+/// Every rank computes this itself: see Note [Floating-point modes].
 double running_factor(const ForwardArguments& a, int64_t batches) {
   const DefaultFloatingPointMode mode;
   // volatile, so that it is computed before the mode is restored.

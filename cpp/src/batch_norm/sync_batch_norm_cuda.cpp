@@ -6,9 +6,9 @@
 // Note [Counters between blocks]
 // Blocks that share a channel use a counter to find out which block is the last. The counter must
 // be zero before a launch, and the launch leaves it at zero. Launches on one stream run in order.
-// So each stream keeps one zeroed array, and no call has to clear it. That array is not a tensor,
-// because CUDA graph trees (torch.compile(mode="reduce-overhead")) require that no allocation of a
-// call in torch's pools outlives the call. A CUDA graph may be replayed on any stream, concurrently
+// So each stream keeps one zeroed array, and no call clears it. That array is not a tensor, because
+// with CUDA graph trees (torch.compile(mode="reduce-overhead")) memory that a call allocates from
+// torch's pools must not outlive the call. A CUDA graph may be replayed on any stream, concurrently
 // with other work. So during a capture the array is allocated in the graph's own memory, and the
 // graph clears it.
 

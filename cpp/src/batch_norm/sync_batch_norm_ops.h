@@ -25,12 +25,11 @@ struct DoubleBackwardResult {
   at::Tensor weight;  // undefined without a weight
 };
 
-/// The backward of the backward operator. Takes the gradients of a loss with respect to that
-/// operator's results (any may be undefined). Returns the gradients with respect to its arguments.
-/// Reads only the first element of `a.needs`: whether the backward computed dx, or the input
-/// requires a gradient. Uses differentiable operators, so that the result can be differentiated
-/// again if grad mode is on. In training it runs one collective over all ranks, and two more if
-/// grad mode is on.
+/// The backward of the backward operator. Takes the gradients of a loss by the results of that
+/// operator (any may be undefined). Returns the gradients by its arguments. Reads only the first
+/// element of `a.needs`: whether the backward computed dx, or the input requires a gradient. Uses
+/// differentiable operators, so that the result can be differentiated again if grad mode is on. In
+/// training it runs one collective over all ranks, and two more if grad mode is on.
 DoubleBackwardResult double_backward(const BackwardArguments& a, const at::Tensor& gg_input,
                                      const at::Tensor& gg_z, const at::Tensor& gg_weight,
                                      const at::Tensor& gg_bias);

@@ -35,7 +35,7 @@ class APEX_API NotifiedReducer {
   void begin_step();
 
   const std::vector<at::Tensor> gradients_;  ///< the caller's memory
-  std::vector<at::Tensor> variables_;        ///< the parameters that the engine gets
+  std::vector<at::Tensor> variables_;        ///< the engine's parameters
   std::vector<bool> ready_;                  ///< announced in this step; empty before a step
   std::shared_ptr<ReducerCore> core_;
 };

@@ -108,7 +108,7 @@ class Ranks {
     return all;
   }
 
-  /// Throws the error of the first rank that has one, on every rank.
+  /// If any rank has an error, throws that of the first such rank on every rank.
   void agree(const std::string& error) const {
     const std::vector<int64_t> lengths = gather(static_cast<int64_t>(error.size()));
     const auto failed =
@@ -210,7 +210,7 @@ std::string describe(const torch::optim::Optimizer& optimizer) {
   return kind + " of " + (counts.empty() ? "0" : counts) + " parameters";
 }
 
-// Bits of the number in which ranks compare their parts.
+// Bits of the number by which ranks compare their parts.
 constexpr int64_t kSampler = 1, kScaler = 2, kLoads = 4, kOptimizer = 8;
 
 /// Only rank 0 writes. A part that rank 0 lacks would be missing from the file, unnoticed until the
@@ -334,7 +334,7 @@ void Checkpoint::write(const std::string& path, int64_t step,
 void Checkpoint::save(const std::string& path, int64_t step) {
   const Ranks ranks(group_, device());
   require_same_parts("save", ranks.gather(given()));
-  // Every rank checks every rank's step, so that no rank waits for one that throws.
+  // Every rank checks the steps of all ranks, so that no rank waits for a rank that throws.
   const std::vector<int64_t> steps = ranks.gather(step);
   const auto negative =
       std::find_if(steps.begin(), steps.end(), [](int64_t one) { return one < 0; });

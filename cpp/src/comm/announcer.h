@@ -8,7 +8,7 @@ namespace apex::parallel {
 
 /// Announcements of collectives under join(), where ranks have different numbers of batches: ranks
 /// without data receive each announcement and take part in the collective. A reducer announces its
-/// own collectives; this is for code without a reducer. The last owner replaces the one before it.
+/// own collectives; this is for code without a reducer. A new owner replaces the previous owner.
 /// Thread safe.
 void set_announcer(const void* owner, std::function<void(int64_t)> announce);
 void clear_announcer(const void* owner);

@@ -12,8 +12,8 @@
 
 namespace apex::parallel {
 
-/// Values by process group. Keeps only a weak reference, which reserves the group's address until
-/// its value was taken or the group is found expired. Not thread safe.
+/// Values by process group. Keeps only weak references. A weak reference reserves the group's
+/// address until its value was taken or the group is found expired. Not thread safe.
 template <typename Value>
 class ByGroup {
  public:
@@ -38,7 +38,7 @@ class ByGroup {
     return value;
   }
 
-  /// Values of groups that are gone. The caller has to destroy them without holding a lock.
+  /// Values of destroyed groups. The caller must destroy the values without holding a lock.
   std::vector<Value> take_gone() {
     std::vector<Value> gone;
     for (auto entry = entries_.begin(); entry != entries_.end();) {

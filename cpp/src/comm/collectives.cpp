@@ -162,7 +162,7 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   return host_backend_of(group);
 }
 
-/// broadcast_changes() where ranks share memory.
+/// broadcast_changes() for ranks that share memory.
 std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::ProcessGroup& group,
                                       HostBackend& backend, const std::vector<at::Tensor>& parts,
                                       int64_t root) {

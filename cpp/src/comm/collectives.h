@@ -90,10 +90,10 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const std::vector<int64_t>& received_numel = {},
                                                 const std::vector<int64_t>& sent_numel = {});
 
-/// Waits for `work` as its backend does: the host for CPU backends, the current stream for NCCL.
-/// Over Gloo it stops waiting when another rank has reported a failure of the group, since the
-/// failed rank will not join. During long waits `meanwhile` is called from time to time; it may
-/// throw RankMismatch to end the wait.
+/// Waits for `work`: the host waits on CPU backends, the current stream on NCCL. Over Gloo it stops
+/// waiting when another rank has reported a failure of the group, since the failed rank will not
+/// join. During long waits `meanwhile` is called from time to time; it may throw RankMismatch to
+/// end the wait.
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                               const c10d::ProcessGroup& group,
                               const std::function<void()>& meanwhile = {});
@@ -113,9 +113,9 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
 
-/// `bytes` bytes of memory of every rank, by rank, which all ranks can read and write. Only where
-/// ranks share memory. Collective; blocks. The memory stays valid after the group and other ranks
-/// have ended. Forked processes get a copy of this rank's.
+/// Allocates `bytes` bytes on every rank that all ranks can read and write, and returns them by
+/// rank. Only where ranks share memory. Collective; blocks. The memory stays valid after the group
+/// and other ranks have ended. Forked processes get a copy of this rank's memory.
 /// @param fill  writes this rank's memory, which is zeroed, before other ranks can see it. If it
 ///              throws on one rank, the other ranks throw CommunicationError.
 std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
@@ -123,9 +123,9 @@ std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup
                                      const std::function<void(const at::Tensor& mine)>& fill);
 
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
-/// not one of its collectives, such as connecting: no connection exists yet that would break when a
-/// rank is killed. Fails soon after a process of this host has exited, and otherwise like
-/// wait_collective(). Slices are short. The processes are known after remember_processes().
+/// not a collective, such as connecting, when no connection exists yet that would break if a rank
+/// is killed. Fails soon after a process of this host has exited, and otherwise like
+/// wait_collective(). Slices are short. Call remember_processes() before it.
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds slice)>& ended_within);
 

@@ -9,9 +9,9 @@
 
 namespace apex::parallel {
 
-/// Lives in shared memory. Whoever changes something there calls notify(). To miss no change: read
-/// count(), check the condition, then wait() with that number. Thread safe. A process that is
-/// killed while it waits stays counted as a sleeper, which costs each notify() a system call.
+/// Lives in shared memory. Call notify() after a change there. To wait for a change, read count(),
+/// check the condition, then wait() with that number. Thread safe. If a process is killed while it
+/// waits, it still counts as a sleeper, which costs each notify() a system call.
 class FutexEvent {
  public:
   uint32_t count() const { return count_.load(); }

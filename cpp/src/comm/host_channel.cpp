@@ -204,7 +204,7 @@ HostPlace HostChannel::stage_copy(Operation& operation, const std::vector<at::Te
   return place;
 }
 
-/// Describes a collective to which each rank contributes a message like `each`.
+/// Describes a collective in which each rank's message has the size and dtype of `each`.
 HostChannel::Message HostChannel::describe(HostKind kind, const at::Tensor& each, int64_t root) {
   Message message;
   message.kind = kind;
@@ -250,7 +250,7 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
   message.measured = sums != nullptr;
-  // For bytes [begin, end): copies them to `to` unless it is null, and measures them if requested.
+  // Copies bytes [begin, end) to `to` unless it is null, and measures them if requested.
   const auto take = [&](int64_t begin, int64_t end, char* to) {
     if (sums != nullptr) {
       sums->sent += squares_between(real.scalar_type(), data + begin, data + end, to);

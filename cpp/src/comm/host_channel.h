@@ -39,24 +39,26 @@ namespace apex::parallel {
 // - For every other collective, each rank copies what it needs.
 //
 // There is no thread. A rank claims shares when it issues, polls or waits for a collective: first
-// the shares of its own part of the message, and while it waits also those of other ranks. A rank
-// that is busy computing therefore delays no peer once it has posted, because waiting ranks do its
+// the shares of its own part of the message, then, while it waits, also the shares of other ranks.
+// So a rank that is busy computing after it has posted delays no peer, because waiting ranks do its
 // part.
 //
-// A message in shared memory is summed in place. Any other message is copied there and back, except
-// for its rank's own part. That part stays in private memory, where only its rank can sum it. When
-// the rank stops working on the collective, it hands the part over by copying it as well.
+// A message in shared memory is summed in place. Any other message is copied to shared memory and
+// back, except for its rank's own part. That part stays in private memory, where only its rank can
+// sum it. When the rank stops working on the collective, it also copies this part, so that its
+// peers can sum it.
 //
 // The order in which shares are done does not affect the result. A slot of the ring is reused when
 // all ranks have finished with the collective in it. A collective issued before that is posted
-// later, by the rank's next call on the channel. Issuing does not block for the slot, since that
-// slot may depend on a collective that this rank has yet to issue in another channel. A message and
+// later, by the rank's next call on the channel. Issuing does not wait for the slot, since the slot
+// may become free only after this rank has issued a collective in another channel. A message and
 // its memory are kept alive as long as peers may read or write there.
 //
 // Waiting spins for some microseconds if there are at least as many processors as ranks, and then
 // sleeps until the futex event is notified. Sleeps are short, and between two sleeps a rank checks
-// whether the peers that it waits for still run. While it waits in one channel, it also advances
-// the other channels of its process, since two ranks may wait for each other in two of them.
+// whether the peers that it waits for are still running. While it waits in one channel, it also
+// advances the other channels of its process, since two ranks may wait for each other in two
+// different channels.
 
 class HostChannel;
 struct HostOperation;
@@ -76,7 +78,7 @@ class HostWork final : public SlicedWork {
   bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted);
   /// Sets the time to complete from now on, instead of the channel's timeout.
   void within(std::chrono::milliseconds timeout);
-  /// Hands this rank's part over, as the destructor does.
+  /// Copies this rank's part to shared memory for its peers, as the destructor does.
   void leave() override;
   ~HostWork() override;
 
@@ -150,17 +152,16 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
 
-  /// Notifies peers that wait for this rank that it cannot continue, for a reason outside the
-  /// channel.
+  /// Notifies waiting peers that this rank cannot continue, for a reason outside the channel.
   void give_up(const std::string& why) noexcept;
   /// Makes waiting ranks check again, including the `interrupted` of HostWork::wait_for().
   void wake() noexcept;
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
-  /// Zeroed bytes in shared memory, of which forked processes get a copy.
+  /// Zeroed bytes in shared memory. Forked processes get a copy of them.
   at::Tensor allocate_private_in_forks(int64_t bytes);
-  /// Where peers find the memory of `tensor`, which is in the shared memory of this rank.
+  /// The location of `tensor`, which is in the shared memory of this rank, for its peers.
   HostPlace place_of(const at::Tensor& tensor) const;
   /// The first `bytes` bytes at `place` in the memory of another rank. Stays valid after the
   /// channel and that rank have ended.

@@ -85,7 +85,7 @@ void HostChannel::advance(bool helps) {
   }
 }
 
-/// Publishes that this rank is finished with it; returns whether it may be forgotten.
+/// Publishes that this rank is finished with the collective; returns whether it may be deleted.
 bool HostChannel::finish(Operation& operation, bool in_order) {
   if (!in_order) return false;
   std::atomic<uint64_t>& finished = controls_[rank_]->finished;
@@ -232,7 +232,7 @@ void HostChannel::sum_whole(const Operation& operation, const std::vector<char*>
   combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
           {static_cast<char*>(output.mutable_data_ptr())}, sums != nullptr ? &squares : nullptr);
   if (sums == nullptr) return;
-  sums->kept.assign(static_cast<size_t>(size_), 0);  // everything was measured when it was sent
+  sums->kept.assign(static_cast<size_t>(size_), 0);  // the whole message was measured when sent
   sums->reduced = squares.of_result;
 }
 
@@ -285,7 +285,7 @@ bool HostChannel::keeps_part(int rank, const Operation& operation) const {
          (controls_[rank]->handed_over[slot / 64].load() & bit) == 0;
 }
 
-/// Claims shares and sums them: shares of the own part, and with `helps` of all parts.
+/// Claims shares and sums them: shares of this rank's part, and with `helps` of all parts.
 void HostChannel::sum_shares(Operation& operation, bool helps) {
   Common::Slot& slot = common_->slots[operation.number % kRing];
   const int shares = shares_of(operation);

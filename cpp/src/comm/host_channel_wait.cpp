@@ -8,7 +8,7 @@
 #include "comm/host_channel.h"
 #include "comm/host_protocol.h"
 
-// How a rank waits, and how it learns that a peer has failed.
+// Waiting, and detection of peers that have failed.
 
 namespace apex::parallel {
 
@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 constexpr microseconds kSpin{50};
 /// Length of a sleep, after which the peer is checked.
 constexpr milliseconds kNap{20};
-/// The same, if other channels of this process may need this thread.
+/// The same, if this thread may have to advance other channels of this process.
 constexpr microseconds kShortNap{500};
 
 void relax() {

@@ -31,22 +31,22 @@ namespace apex::parallel {
 //   3. The sums of the pieces are gathered in the column.
 //   4. Every rank of a host gets the shares that its peers have (another HostChannel).
 //
-// The network traffic is that of a ring all-reduce between hosts. A ring, however, starts the sum
-// of each part of a message at another host, so with three hosts its bits depend on the bucket
-// size. Here they depend neither on that nor on the path taken: the result is (sum of host 0 + sum
-// of host 1) + ..., each in rank order. float16 and bfloat16 are summed in float32 inside a host
-// and between hosts, and rounded after each of the two, since messages are 16-bit. AVG averages
-// over a host's ranks first and then over hosts, so it overflows only if the result does. AVG
-// requires the same number of ranks on every host.
+// The network traffic is that of a ring all-reduce between hosts. But a ring starts the sum of each
+// part of a message at another host, so with three hosts the bits of the result depend on the
+// bucket size. Here they depend neither on the bucket size nor on the path taken: the result is
+// (sum of host 0 + sum of host 1) + ..., each in rank order. float16 and bfloat16 are summed in
+// float32 inside a host and between hosts, and rounded after each of the two, since messages are
+// 16-bit. AVG averages over a host's ranks first and then over hosts, so it overflows only if the
+// result does. AVG requires the same number of ranks on every host.
 //
 // On every rank, messages pass each stage in the order of issue. Each stage needs its own
 // connections, because ranks differ in whether message 2 enters stage 1 before message 1 enters
 // stage 4.
 //
-// A message has to move from stage to stage while the rank computes, waits elsewhere, or has failed
+// A message must move from stage to stage while the rank computes, waits elsewhere, or has failed
 // and left zeros for the others. In a channel, peers can do an absent rank's part, but they cannot
-// use its network connections. So there is a thread, like Gloo's, which sleeps until a message
-// arrives. It moves messages up to stage 4; the caller that waits for the result does the rest.
+// use its network connections. So there is a thread, as in Gloo, which sleeps until a message
+// arrives. It moves messages up to stage 4; the caller that waits for the result completes stage 4.
 
 class HierarchyCore;
 struct HierarchyOperation;
@@ -100,7 +100,7 @@ class HostHierarchy {
   /// A zeroed tensor in memory that all_reduce() does not copy inside the host.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  /// A failure elsewhere: issued collectives are abandoned.
+  /// Abandons issued collectives after a failure elsewhere.
   void give_up(const std::string& why) noexcept;
 
  private:

@@ -13,9 +13,9 @@ namespace apex::parallel {
 // Note [Columns]
 //
 // Hosts are ordered by their first ranks, and the ranks of a host by the order of the group. The
-// ranks with the same position on their hosts form a column. There are as many columns as the
-// smallest host has ranks. A message is cut into one share per column, and the column's ranks send
-// it over the network. So every host sends one copy of a message, regardless of its number of
+// ranks with the same position on their hosts form a column. The number of columns is the number of
+// ranks of the smallest host. A message is cut into one share per column, and the column's ranks
+// send it over the network. So every host sends one copy of a message, regardless of its number of
 // ranks. Ranks of a larger host outside the columns (3 + 1 ranks: one column) only take part in the
 // sums inside the host. Shares could be cut so that every rank of every host sends something. But
 // then a share would be exchanged with several ranks of another host, and the network, which all

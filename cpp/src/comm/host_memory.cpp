@@ -84,12 +84,12 @@ void close_file(int fd) { ::close(fd); }
 
 // Note [Copies for forked processes]
 //
-// A forked process would share these pages with its parent, whatever either of them writes. So the
-// parent copies them to private memory before it forks, and the child moves that memory to where
-// the pages are. Processes that are forked one after another, such as the workers of a data loader,
-// have one copy in common (on write), which the parent keeps until it drops it.
+// A forked process would share these pages with its parent, so each would see the other's writes.
+// So the parent copies the pages to private memory before it forks, and the child moves that memory
+// to the address of the pages. Processes that are forked in sequence, such as the workers of a data
+// loader, share one copy (copy-on-write), which the parent keeps until it drops it.
 
-/// Memory of which a forked process gets a copy. Never destroyed.
+/// Memory that is copied for forked processes. Never destroyed.
 struct PrivateInForks {
   struct Region {
     size_t bytes = 0;
@@ -283,7 +283,7 @@ std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes, bool in_first) {
 
 std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
   const size_t rounded = round_up(std::max<size_t>(bytes, 1), kPage);
-  // The first block is for messages that have to be readable after this process has exited.
+  // The first block is for messages that must be readable after this process has exited.
   std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage, /*in_first=*/false);
   const auto address = reinterpret_cast<uintptr_t>(memory.get());
   char* const data = memory.get() + (round_up(address, kPage) - address);

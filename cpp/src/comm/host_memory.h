@@ -19,8 +19,8 @@ namespace apex::parallel {
 // A block is an anonymous file (memfd_create) that its owner maps. Peers open it through
 // /proc/PID/fd and map it as well. It has no name and is not subject to the limit of a mount. It is
 // freed with the last process that maps it, however that process ends. The kernel refuses access to
-// processes that may not trace the owner, so other users have none. Its size is sealed, so that a
-// peer cannot be made to fault.
+// processes that may not trace the owner, so other users have none. Its size is sealed: if the
+// owner could shrink the file, peers would fault.
 //
 // Blocks are larger than requested, since untouched pages cost nothing, and live as long as the
 // HostMemory: freed memory is reused for the next bucket. Peers map a block on first use. They map
@@ -59,9 +59,9 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// @param in_first  false: not from the first block.
   std::shared_ptr<char> allocate_zeroed(size_t bytes, bool in_first = true);
 
-  /// The same, in whole pages, of which a forked process gets a copy, as it does of memory that is
-  /// not shared. The copy is made in fork(), and kept for later forks. (In other memory, a forked
-  /// process sees what its parent writes later, and the other way round.)
+  /// The same, in whole pages. A forked process gets a copy of them, as of memory that is not
+  /// shared. The copy is made in fork() and kept for later forks. (In the other memory, parent and
+  /// child see each other's later writes.)
   std::shared_ptr<char> allocate_private_in_forks(size_t bytes);
   /// Frees copies that fork() has left in this process. Call it before the memory is written.
   static void drop_fork_copies();
@@ -102,7 +102,7 @@ class PeerMemory {
  public:
   /// Of another process.
   explicit PeerMemory(int64_t pid) : pid_(pid) {}
-  /// Of another rank in this process, which has the same addresses.
+  /// For another rank in this process, which has the same addresses.
   explicit PeerMemory(std::shared_ptr<HostMemory> same) : same_(std::move(same)) {}
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;

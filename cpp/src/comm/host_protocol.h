@@ -63,9 +63,9 @@ struct HostChannel::Message {
 struct HostChannel::Control {
   alignas(kCacheLine) std::atomic<uint64_t> posted{0};    ///< number of collectives posted
   alignas(kCacheLine) std::atomic<uint64_t> finished{0};  ///< collectives that it no longer reads
-  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bit per slot: its part is there
+  std::atomic<uint64_t> handed_over[kRing / 64] = {};     ///< bit per slot: peers may sum its part
   std::atomic<End> end{End::kNone};
-  char why[256] = {};  ///< error message if it has failed; written before `end`
+  char why[256] = {};  ///< error message if the rank has failed; written before `end`
   alignas(kCacheLine) Message ring[kRing];
 };
 
@@ -75,8 +75,8 @@ struct HostChannel::Common {
     /// 0, or rank + 1 of the rank that does this share, with kDone when it is done.
     alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
     std::atomic<uint32_t> done{0};  ///< number of shares done
-    /// For a measured sum, per share, written before it is done: squares of the result, and of the
-    /// part that its rank kept.
+    /// For a measured sum, per share, written before the share is done: the squares of the result,
+    /// and of the part that its rank kept.
     double squares[kShares] = {}, kept[kShares] = {};
   };
   alignas(kCacheLine) FutexEvent event;

@@ -27,7 +27,7 @@ namespace {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// A rank's description of itself, and its findings about the others.
+/// A rank's description of itself, and which other ranks it can read.
 struct Introduction {
   char process[192] = {};  ///< ProcessName, encoded; empty: this rank declines the channel
   HostPlace first;

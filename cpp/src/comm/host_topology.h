@@ -22,10 +22,10 @@ namespace apex::parallel {
 // the memory of all others and reads the numbers. If any rank fails, no rank uses the channel, and
 // each logs the reason.
 //
-// Ranks with different boot ids or namespaces count as being on different hosts, also if these are
-// containers. The ranks of each host then run the same test among themselves and connect to their
-// column on the other hosts (Note [Columns]). If that fails anywhere, all ranks of all hosts use
-// the process group.
+// Ranks with different boot ids or namespaces count as being on different hosts, even if they are
+// in containers on one host. The ranks of each host then run the same test among themselves and
+// connect to their column on the other hosts (Note [Columns]). If that fails anywhere, all ranks of
+// all hosts use the process group.
 
 /// Direct links between the ranks of a backend; at most one is set.
 struct HostLinks {
@@ -33,12 +33,12 @@ struct HostLinks {
   std::shared_ptr<HostHierarchy> hierarchy;  ///< set if on several hosts, not one rank each
 };
 
-/// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if
-/// any rank has APEX_HOST_CHANNEL=0, for ranks in one process, and if ranks cannot share memory.
-/// The result is the same on all ranks. Collective; blocks for at most the timeout.
+/// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if a
+/// rank has APEX_HOST_CHANNEL=0, if ranks are in one process, or if they cannot share memory. The
+/// result is the same on all ranks. Collective; blocks for at most the timeout.
 /// @param gloo   connects to the column on other hosts; null: no hierarchy is made.
 /// @param store  no other code may use its keys below "apex/hosts/".
-/// @throws c10::Error, and what the backend throws.
+/// @throws c10::Error; exceptions of the backend.
 HostLinks connect_host(c10d::Backend& backend, const c10::intrusive_ptr<c10d::Backend>& gloo,
                        const c10::intrusive_ptr<c10d::Store>& store,
                        std::chrono::milliseconds timeout);

@@ -58,7 +58,7 @@ Membership::~Membership() {
 void Membership::separate(bool on_cpu) {
   if (alone()) return;
   // Ranks may have constructed different numbers of reducers, since a construction may fail; the
-  // name has to be new on all of them.
+  // name must be new on all of them.
   static std::atomic<int64_t> next_name{0};
   const at::Tensor mine = at::tensor({next_name.load(), int64_t{on_cpu}}, at::kLong);
   const at::Tensor all =

@@ -141,7 +141,7 @@ std::string difference(int64_t rank, const std::string& reference, const std::st
   const Description actual(other);
   PlainText out;
   out << "rank " << rank << "'s model differs from rank 0's: ";
-  // Start with the rank that has more settings: one that only one rank has was set by its user.
+  // Start with the rank that has more settings: a setting of only one rank was set by its user.
   const bool more = actual.settings.size() > expected.settings.size();
   std::vector<std::string> settings = more ? actual.settings : expected.settings;
   const std::vector<std::string>& others = more ? expected.settings : actual.settings;
@@ -171,7 +171,7 @@ at::Device control_device(const GroupPtr& group, at::Device fallback) {
   require_group(group, "control_device");
   if (detail::has_backend(*group, at::kCPU)) return at::Device(at::kCPU);
   if (!fallback.is_cpu()) return fallback;
-  for (const c10::Device& device : group->getDeviceTypes())  // there is no tensor on one
+  for (const c10::Device& device : group->getDeviceTypes())  // no tensor is on one
     return c10::impl::VirtualGuardImpl(device.type()).getDevice();
   return fallback;
 }

@@ -40,8 +40,7 @@ class SlicedWork : public c10d::Work {
 
   void synchronize() override { wait(); }
 
-  /// Lets the other ranks complete it without this rank, which is going to do something else for an
-  /// unknown time before it waits.
+  /// Lets the other ranks complete it without this rank, which may not wait for it for a long time.
   virtual void leave() {}
 };
 

@@ -33,8 +33,8 @@ struct BackendRequest {
   NcclOptions nccl;
 };
 
-/// A backend of this package for which the host waits, as for Gloo. It may contain a Gloo backend
-/// over the same ranks.
+/// A backend of this package that blocks the host, like Gloo. It may contain a Gloo backend over
+/// the same ranks.
 class HasGloo {
  public:
   virtual ~HasGloo() = default;

@@ -47,7 +47,7 @@ c10d::Backend& unwrapped(c10d::Backend& backend) {
   return wrapper ? *wrapper->getWrappedPg() : backend;
 }
 
-/// The options of a backend for which the host waits; null for others.
+/// The options of a backend that blocks the host; null for others.
 c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& given) {
   c10d::Backend& backend = unwrapped(given);
   const bool waits = dynamic_cast<HasGloo*>(&backend) != nullptr ||

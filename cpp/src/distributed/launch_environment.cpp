@@ -155,7 +155,7 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
       }
     }
     // A launcher's size without its rank is ignored, since e.g. a SLURM batch script has it. It is
-    // an error only for the variables that users set by hand.
+    // an error only for the variables that users set themselves.
     if (!rank && !(size && names.launcher == std::string("torchrun"))) {
       continue;
     }

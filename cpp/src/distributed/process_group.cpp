@@ -55,9 +55,9 @@ struct World {
 // the default group and its subgroups is never destroyed, and its contents end with the process.
 //
 // world_mutex() guards the slot, including its device_index. init_process_group(), new_group() and
-// destroy_process_group() lock meeting_mutex() first and hold it from begin to end; they change the
+// destroy_process_group() lock meeting_mutex() first and hold it until they return; they change the
 // slot under both mutexes. So other threads may use existing groups while ranks meet. Another rank
-// may depend on that use before it joins the meeting.
+// may wait for that use before it joins the meeting.
 std::mutex& meeting_mutex() {
   static auto* mutex = new std::mutex;
   return *mutex;

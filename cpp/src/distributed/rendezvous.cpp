@@ -129,7 +129,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
 }
 
 void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous) {
-  // A process that joins a second time must not find its entries of the first time.
+  // A process that joins again must not find its earlier entries.
   static std::atomic<int> joins{0};
   const auto notes =
       c10::make_intrusive<c10d::PrefixStore>("apex/" + std::to_string(joins++), store);

@@ -49,10 +49,10 @@ struct ReduceResult {
 //   |error of m2| <= 6 (k+3) u m2,
 //   |error of the mean| <= the same factor times the standard deviation,
 // as long as k u |mean| is small compared to the standard deviation. After c merges in float64 the
-// mean has a further error e <= 2 c 2^-53 |mean|, and m2 one of 2 e sum(n |difference of means|).
-// By the Cauchy-Schwarz inequality, the latter is at most m2 * 3 e / (standard deviation). Errors
-// of the same sign are common: values of a 16-bit type lie on a coarse grid, so the same few
-// squares occur again and again, and each is always rounded the same way.
+// mean has a further error e <= 2 c 2^-53 |mean|, and m2 has a further error of 2 e sum(n
+// |difference of means|). By the Cauchy-Schwarz inequality, the latter is at most m2 * 3 e /
+// (standard deviation). Errors of the same sign are common: values of a 16-bit type lie on a coarse
+// grid, so the same few squares occur again and again, and each is always rounded the same way.
 
 /// The error bound of Note [Error of the statistics] for the exact variance m2 / n and mean.
 inline double variance_error(int64_t additions, double unit_roundoff, int64_t merges,
@@ -89,7 +89,7 @@ struct CpuKernels {
                           int64_t channel, NormalizeCoefficients<Acc> forward,
                           GradientCoefficients<Acc> backward, ReluMask mask, bool stream);
 
-  /// Merges the statistics of the rows into mean[channels] and m2[channels], which are those of
+  /// Merges the statistics of the rows into mean[channels] and m2[channels], the statistics of
   /// `count` earlier rows.
   void (*rows_statistics)(const T* x, int64_t begin, int64_t end, int64_t channels, double* mean,
                           double* m2, int64_t count);

@@ -20,19 +20,19 @@ inline namespace APEX_CPU_VARIANT {
 
 // Note [Bands]
 // Reading one row after the other is fastest, as long as the data per channel (sums, coefficients)
-// also fits into the first-level cache. The passes that only read process wider rows in bands, a
-// few rows at a time, so that the sums of a channel are loaded and stored once per band. They also
-// process the narrowest rows in bands, because each row would wait for the few sums of the row
-// before. Such a band is almost contiguous. Most rows of 16-bit values are processed in bands as
-// well, because they have twice the sums for the same bytes. Columns of many rows would need even
-// fewer loads. But if the number of channels is a power of two, all rows of a column map to the
-// same few cache sets. Strips of some channels over all rows have the same problem: they were
-// slower than two passes over everything, even where the strip stayed in the second-level cache.
-// The passes that write never use bands. With rows a power of two apart they were up to 2.7 times
-// slower, because the processor mistakes a load from one row for a load of data that was just
-// stored to another. Non-temporal stores also need consecutive cache lines. (Zen 3: for rows with
-// 0.5 to 2 KiB of sums, one row at a time took 0.7 of the time of bands of four; with 64 bytes of
-// sums, twice the time.)
+// also fits into the first-level cache. Passes that only read process wider rows in bands of a few
+// rows, so that the sums of a channel are loaded and stored once per band. They also process the
+// narrowest rows in bands, because each row would wait for the few sums of the row before. Such a
+// band is almost contiguous. Most rows of 16-bit values are processed in bands as well, because
+// they have twice the sums for the same bytes. Columns of many rows would need even fewer loads.
+// But if the number of channels is a power of two, all rows of a column map to the same few cache
+// sets. Strips of some channels over all rows have the same problem: they were slower than two
+// passes over everything, even where the strip stayed in the second-level cache. The passes that
+// write never use bands. With rows a power of two apart they were up to 2.7 times slower, because
+// the processor mistakes a load from one row for a load of data that was just stored to another.
+// Non-temporal stores also need consecutive cache lines. (Zen 3: for rows with 0.5 to 2 KiB of
+// sums, one row at a time took 0.7 of the time of bands of four; with 64 bytes of sums, twice the
+// time.)
 constexpr int64_t kWideBytes = 2048;
 constexpr int64_t kNarrowBytes = 256;
 constexpr int64_t kBlockBytes = 65536;  // see Note [Back to front]

@@ -19,8 +19,7 @@ namespace apex::kernels {
 
 enum class ElementType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-/// The arguments that all four launches share. `rows` selects channels last, with batch * plane
-/// rows.
+/// The arguments of all four launches. `rows` selects channels last, with batch * plane rows.
 struct CudaCall {
   ElementType type;
   bool rows;
@@ -48,8 +47,8 @@ struct NormalizeArguments {
   ChannelParam bias;
   bool relu;
   double eps;
-  // The records of all ranks in training, where the members below from running_mean on are written.
-  // Null in evaluation, which normalizes with the running statistics.
+  // The records of all ranks in training, which writes the members below from running_mean on. Null
+  // in evaluation, which normalizes with the running statistics.
   const double* records;
   int64_t ranks;
   double momentum;             // kNoMomentum: cumulative average by num_batches

@@ -77,7 +77,7 @@ struct Sums {
 
 /// A thread's statistics as moments about the common origin. Moments are plain sums, which threads
 /// and blocks add without a division. They are float64 and the origin is a value of the data, so
-/// the cancellation in `from_moments` loses no digits that float32 data has.
+/// the cancellation in `from_moments` costs none of the precision of float32 data.
 template <typename A>
 __device__ __forceinline__ Sums to_moments(A mean, A m2, A count) {
   const double sum = static_cast<double>(mean) * static_cast<double>(count);
@@ -145,8 +145,8 @@ __device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
 // Note [Float64 in every block]
 // Every block computes the coefficients of its channels in float64 before it processes an element.
 // GPUs for graphics and inference have one float64 unit per 32 or 64 float32 units. On them a
-// float64 division or square root takes as long as several hundred float32 instructions. So the
-// code that every block runs has neither. Code that runs in one block per channel may have both.
+// float64 division or square root takes as long as several hundred float32 instructions. So code
+// that every block runs uses neither. Code that runs in one block per channel may use both.
 
 /// 1 / x with an error of at most 2 ulp, for x > 0 that is a normal number in float32. Uses a
 /// float32 estimate and two Newton steps.

@@ -40,9 +40,8 @@ inline int vector_width(int64_t run, int element_bytes, bool pointers_aligned) {
 }
 
 /// The number of blocks that share each of `shared` channels or tiles, at most `useful`, on a
-/// device that runs `blocks` blocks at once. Rounded down, because a few blocks in excess would run
-/// alone at the end. If that leaves more than a third of the device idle, the launch fills the
-/// device a second time.
+/// device that runs `blocks` blocks at once. Rounded down, because excess blocks would run alone at
+/// the end. If that leaves more than a third of the device idle, the launch fills the device twice.
 inline int64_t count_splits(int64_t blocks, int64_t shared, int64_t useful) {
   const int64_t most = useful < kMaxSplits ? useful : kMaxSplits;
   int64_t splits = shared > 0 ? blocks / shared : 1;

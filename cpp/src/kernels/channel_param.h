@@ -61,8 +61,8 @@ struct ChannelParam {
   }
 };
 
-/// The statistics of the channels in backward: mean and 1 / sqrt(variance + eps) from the forward.
-/// If the statistics were constants, running mean and running variance instead.
+/// The statistics of the channels in backward: mean and 1 / sqrt(variance + eps) from the forward,
+/// or, if the statistics were constants, running mean and running variance.
 struct ChannelStatistics {
   ChannelParam mean;
   ChannelParam invstd_or_var;

@@ -69,7 +69,7 @@ class WeightDecays {
   const std::vector<double>& values() const { return values_; }
 
  private:
-  std::vector<double*> places_;  // into options, which do not move when groups move
+  std::vector<double*> places_;  // point into options, which stay in place when groups move
   std::vector<double> values_;
 };
 
@@ -130,10 +130,10 @@ std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& 
 
 }  // namespace
 
-/// RAII guard that moves the groups and the state of a LARC to the wrapped optimizer, whose own are
-/// otherwise empty, and back. Options and states are held by pointer, and a swap does not move the
-/// elements of a vector. So references that the wrapped optimizer holds while a closure runs stay
-/// valid.
+/// RAII guard that moves the groups and the state of a LARC to the wrapped optimizer, which
+/// otherwise has none, and back. Options and states are held by pointer, and a swap does not move
+/// the elements of a vector. So references that the wrapped optimizer holds while a closure runs
+/// stay valid.
 class LARC::Lent {
  public:
   explicit Lent(LARC& owner) : owner_(owner) { swap(); }

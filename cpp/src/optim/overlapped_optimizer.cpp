@@ -29,7 +29,7 @@ void clear(at::Tensor parameter, bool set_to_none) {
 
 OverlappedOptimizer::OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer)
     : optimizer_(optimizer), reducer_(reducer) {
-  // A second one would replace the callback of the first, whose updates would be lost.
+  // A second one would replace the callback of the first, and updates of the first would be lost.
   if (reducer.deferred()) {
     throw InvalidArgument(
         "OverlappedOptimizer: this reducer already has an OverlappedOptimizer (or set_deferred() "

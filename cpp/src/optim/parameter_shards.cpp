@@ -27,19 +27,20 @@ namespace apex::parallel {
 
 // Note [Before or after a step]
 //
-// If a rank ends during a step, the other ranks must not be left with a mix of new and old
-// parameters. Where ranks share memory, see Note [Parameters in shared memory]. Elsewhere a rank
-// saves its own pieces before it steps them, and restores them if the step fails. It writes the
-// parameters of other ranks only after all ranks have sent theirs. A rank whose step has failed may
-// go on with another collective of the script, which would be taken for its pieces. So they come
-// with a number of that step of that optimizer.
+// If a rank ends during a step, the other ranks must not keep a mix of new and old parameters. For
+// ranks that share memory, see Note [Parameters in shared memory]. Other ranks save their own
+// pieces before they step them, and restore them if the step fails. A rank writes the pieces of
+// other ranks only after all ranks have sent theirs. A rank whose step has failed may continue with
+// another collective of the script, which would be taken for its pieces. So each step of each
+// optimizer has a number, which the ranks send with their pieces.
 //
-// On a device, the host does not wait for that. If a rank is lost, the communicator is aborted: the
-// all-gather ends with a part of the data, and everything that was enqueued behind it runs. So a
-// second, small collective follows: the sum of the ranks' numbers. It is right only if every rank
-// has completed the all-gather. (An aborted kernel of NCCL goes on with what lay in its buffers,
-// such as the sum of an earlier step.) By this sum the device keeps all parameters from before the
-// step, or takes all from after it. The host finds the lost rank in a later collective.
+// On a device, the host does not wait for this exchange. If a rank is lost, the communicator is
+// aborted: the all-gather ends with a part of the data, and the device runs everything that was
+// enqueued after it. So a second, small collective follows, which sums the ranks' numbers. The sum
+// is correct only if every rank has completed the all-gather. (An aborted kernel of NCCL continues
+// with the old contents of its buffers, such as the sum of an earlier step.) Depending on this sum,
+// the device keeps all parameters from before the step or takes all from after it. The host finds
+// the lost rank in a later collective.
 
 namespace {
 
@@ -47,7 +48,7 @@ namespace {
 constexpr int64_t kAlignment = 64;
 /// A parameter with fewer elements is not cut.
 constexpr int64_t kLeastToCut = 4096;
-/// Bytes that are chosen at once: see Note [Before or after a step].
+/// Old or new values are selected in words of this many bytes: see Note [Before or after a step].
 constexpr int64_t kWord = sizeof(int64_t);
 
 using Shards = std::vector<std::vector<ParameterPiece>>;
@@ -124,7 +125,7 @@ std::vector<at::Tensor> split_like(const at::Tensor& flat, const std::vector<at:
   return views;
 }
 
-/// Copies `sources` to `targets`, which autograd does not track.
+/// Copies `sources` to `targets`. Call it where autograd is off.
 void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
   if (!targets.empty()) at::_foreach_copy_(targets, sources);
 }
@@ -155,8 +156,8 @@ struct ParameterShards::Form {
 /// The pieces and buffers on one device.
 struct ParameterShards::OnDevice {
   std::vector<std::vector<at::Tensor>> memory;  ///< bytes of the pieces, by rank
-  at::Tensor saved;                             ///< this rank's, while a step is not published
-  std::unique_ptr<SharedParameters> shared;     ///< if ranks share memory: in place of the others
+  at::Tensor saved;                             ///< of this rank, while a step is not published
+  std::unique_ptr<SharedParameters> shared;     ///< replaces the others if ranks share memory
 
   /// The bytes of a rank's pieces in a new tensor, whose size is the same for all ranks, with
   /// `more` bytes behind them.
@@ -193,8 +194,8 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
 }
 
 struct ParameterShards::State {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;     // shares the work
-  c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all that train the model
+  c10::intrusive_ptr<c10d::ProcessGroup> group;     // its ranks split the work
+  c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all ranks that train the model
   size_t rank = 0;
   bool whole = false;
   std::vector<NamedTensor> parameters;
@@ -206,7 +207,7 @@ struct ParameterShards::State {
   std::map<std::string, OnDevice> devices;
   int64_t nonce = 0;   ///< rank 0's random number for this optimizer
   int64_t steps = 0;   ///< published
-  bool began = false;  ///< a step has begun and is not published, so restore() has work
+  bool began = false;  ///< a step has begun and is not published, so restore() would undo it
 
   const std::vector<ParameterPiece>& own() const { return shards[rank]; }
   bool alone() const { return shards.size() == 1; }

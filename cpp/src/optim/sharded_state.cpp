@@ -21,10 +21,10 @@ namespace apex::parallel {
 
 // Note [State by name]
 //
-// The state of a libtorch optimizer has a type of its own for each optimizer, but every such type
-// writes its values to an archive, by name, and reads them from one. So the state of a parameter is
-// cut and joined without its type being known: a tensor with the elements of the piece is a part of
-// the parameter's, and everything else, such as a number of steps, is the same for all pieces.
+// Each libtorch optimizer has a different type of state, which writes its values to an archive, by
+// name, and reads them from one. So this code splits and joins the state of a parameter without
+// knowing its type: a tensor with as many elements as the piece is the piece's part of the
+// parameter's state, and everything else, such as a number of steps, is the same for all pieces.
 
 namespace {
 

@@ -47,9 +47,9 @@ void copy_spans(const at::Tensor& to, const at::Tensor& from,
   }
 }
 
-/// Moves the storage of `parameter` to `place`, which has its bytes, if no other tensor, no Python
-/// object and no other library refers to that storage. (Through DLPack a library may refer to the
-/// tensor itself, but not to one that requires gradients.)
+/// Moves the storage of `parameter` to `place`, which has its bytes, if no other tensor, Python
+/// object or library refers to that storage. (Through DLPack a library may refer to the tensor
+/// itself, but not to one that requires gradients.)
 void move_storage(const at::Tensor& parameter, const at::Tensor& place) {
   if (!parameter.requires_grad()) return;
   parameter.mutable_data_ptr();  // a copy on write is made now
@@ -72,11 +72,11 @@ at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece) {
   return (flat.is_complex() ? at::view_as_real(flat).view(-1) : flat).view(at::kByte);
 }
 
-/// In the memory of each rank, which writes it; `outcome` is written by all ranks, in rank 0's.
+/// In each rank's memory and written by that rank. But all ranks write `outcome` of rank 0.
 struct SharedParameters::Control {
-  alignas(
-      kPlaceAlignment) std::atomic<uint64_t> outcome;  ///< 2k: step k is complete; 2k + 1: given up
-  alignas(kPlaceAlignment) std::atomic<uint64_t> changing;  ///< the step it is in; 0: in none
+  alignas(kPlaceAlignment) std::atomic<uint64_t> outcome;   ///< 2k: step k complete; 2k + 1:
+                                                            ///< abandoned
+  alignas(kPlaceAlignment) std::atomic<uint64_t> changing;  ///< the step in progress; 0: none
   std::atomic<uint64_t> begun;                              ///< the last step
   std::atomic<uint64_t> pid, start_time;
 };
@@ -270,7 +270,7 @@ void SharedParameters::give_up(int64_t number) {
   // Ranks that have received everything may already change their parameters.
   if (control(rank_).changing.load() != static_cast<uint64_t>(number)) return;
   if (complete) return receive();
-  const size_t other = (rank_ + 1) % size_;  // it has begun the step, and has received no piece
+  const size_t other = (rank_ + 1) % size_;  // has begun the step and received no piece
   int64_t begin = 0;
   for (const Arena& arena : arenas_) {
     if (!is_saved_) copy_spans(arena.of_rank[rank_], arena.of_rank[other], arena.spans[rank_]);

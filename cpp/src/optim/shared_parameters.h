@@ -25,30 +25,30 @@ at::Tensor bytes_of(const at::Tensor& parameter, const ParameterPiece& piece);
 // Note [Parameters in shared memory]
 //
 // Every rank has its own copy of all parameters, in memory that the other ranks can read. A rank
-// steps its own pieces where they are. When all ranks have done so, each rank copies the others'
-// pieces directly from their memory, which is the only copy of a step. (One copy of the parameters
-// for all ranks would save even that, but a late rank still reads old values in its backward, and a
-// change that every rank makes to its parameters would be made several times.)
+// steps its own pieces in place. When all ranks have done so, each rank copies the others' pieces
+// directly from their memory; a step makes no other copy. (If all ranks used one set of parameters,
+// no copy would be necessary. But late ranks still read old values in their backward, and a change
+// that every rank makes to its parameters would be applied several times.)
 //
-// Until a rank copies, it has the old values of the other ranks' pieces. They are how a step is
-// undone if a rank fails or ends: the memory of an ended process stays mapped. This requires that
-// no rank changes its parameters in any other way from then on. So before its step a rank checks
-// whether all others have begun theirs, and if one is late, it copies its own pieces. And a rank
-// that fails waits until the others have restored theirs. The ranks also have to agree on whether a
-// step is complete. All this is settled in shared memory (Control):
+// Until a rank copies, it has the old values of the other ranks' pieces. The other ranks use these
+// to undo a step if a rank fails or ends: the memory of an ended process stays mapped. So no rank
+// may change its parameters in any other way during a step. Before its step, a rank therefore
+// checks whether all others have begun theirs; if one is late, the rank copies its own pieces. A
+// rank that fails waits until the others have restored their pieces. The ranks must also agree on
+// whether a step is complete. They coordinate this in shared memory (Control):
 //
 // - `outcome`, one for all ranks, is set once for each step, by the first rank that finds that all
-//   have stepped, or that gives the step up. A rank whose collective fails follows it, so all
+//   have stepped, or that abandons the step. A rank whose collective fails obeys it, so all
 //   surviving ranks end with the parameters from before the step, or all with those after it.
 // - `changing` is set while a rank is in a step: it may need the memory of the others, and changes
 //   its own pieces only.
 // - `begun` is the last step that a rank has begun.
 //
-// The second collective of a step tells each rank that its pieces have been copied.
+// When the second collective of a step completes, all ranks have copied each other's pieces.
 //
 // The storage of a parameter is moved into shared memory if nothing but the parameter refers to it.
 // Otherwise, and after the program has replaced the memory of a parameter, the parameter is copied
-// to and from its place there.
+// to and from its place in shared memory.
 //
 // A forked process has its own copy of the parameters: see HostMemory::allocate_private_in_forks().
 
@@ -74,7 +74,7 @@ class SharedParameters {
 
   /// Call it before this rank changes its pieces in step `number`.
   /// @param changed  whether they were changed since the last step.
-  /// @throws CommunicationError if another rank has given that step up.
+  /// @throws CommunicationError if another rank has abandoned that step.
   void begin(int64_t number, const std::string& what, bool changed);
 
   /// Sends this rank's pieces and receives the others'. Collective; blocks the host. If it throws,
@@ -82,11 +82,12 @@ class SharedParameters {
   /// @throws CommunicationError.
   void exchange(int64_t number, const std::string& what);
 
-  /// Gives step `number` up. If this rank has begun it, restores its pieces to their values from
-  /// before it, or receives the others' pieces if the ranks have agreed that it is complete.
+  /// Abandons step `number`. If this rank has begun it, restores the values of its pieces from
+  /// before the step, or receives the others' pieces if the ranks have agreed that the step is
+  /// complete.
   void give_up(int64_t number);
-  /// Waits until no other running rank needs this rank's parameters for step `number`, for some
-  /// seconds at most. Call it when the other ranks were notified of a failure.
+  /// Waits until no other running rank needs this rank's parameters for step `number`, at most for
+  /// some seconds. Call it after the other ranks were notified of a failure.
   void wait_for_others(int64_t number) const;
 
  private:
@@ -104,10 +105,11 @@ class SharedParameters {
   const size_t rank_, size_;
   std::vector<at::Tensor> controls_;  ///< by rank
   std::vector<Arena> arenas_;         ///< one per add()
-  /// By rank, its pieces of parameters that are not in shared memory, with their places there.
+  /// By rank, its pieces of parameters outside of shared memory, with their places in shared
+  /// memory.
   std::vector<Copied> copied_;
-  /// The bytes of this rank's pieces from before the step in progress, one after another, if
-  /// `is_saved_`; otherwise the other ranks have them. Allocated when it is first needed.
+  /// If `is_saved_`: the bytes of this rank's pieces from before the step in progress,
+  /// concatenated. Otherwise the other ranks have these bytes. Allocated on first use.
   at::Tensor saved_;
   bool is_saved_ = false;
 };

@@ -16,7 +16,7 @@ namespace apex::parallel::detail {
 
 namespace {
 
-// Note [Backends that hold what they have reduced]
+// Note [Backends that keep references to reduced tensors]
 //
 // torch 2.15's NCCL backend references the tensors of a collective until its watchdog, or the next
 // collective, finds it completed. That can be up to a second after wait(). If these tensors were

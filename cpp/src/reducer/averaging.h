@@ -34,7 +34,7 @@ struct Averaging {
   double after = 1.0;   ///< and by this when they are unpacked
 };
 
-/// Whether NCCL's AVG rounds no more than a division would: see Note [Averages in low precision].
+/// Whether NCCL's AVG rounds no more than a division: see Note [Averages in low precision].
 inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
   const bool power_of_two = (world_size & (world_size - 1)) == 0;
   return dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && power_of_two);

@@ -47,7 +47,7 @@ namespace apex::parallel::detail {
 //
 // skip_step() is a field of the report. The backward is carried through as always, with or without
 // gradients of this rank. When the reports are read, every rank drops the gradients and sets them
-// to None, so that an optimizer has nothing to step, even if the training loop does not check
+// to None, so that an optimizer steps nothing, even if the training loop does not check
 // step_skipped. This is the only way to undo sums that contain this step's gradients. Gradients
 // that accumulated before under no_sync() belong to the same step, and are dropped as well.
 //
@@ -201,7 +201,7 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
     pass_.fail(describe_early_write(context_, parameter));
   ++gradient.fired;
-  // With gradient_as_bucket_view the gradient may be in its bucket already, and .grad undefined.
+  // With gradient_as_bucket_view, .grad is undefined if the gradient is already in its bucket.
   if (parameter.variable.grad().defined()) pass_.used[index] = 1;
   if (gradient.stale && context_.leaves_sums()) {
     pass_.fail(
@@ -453,8 +453,8 @@ void Backward::record(const std::function<void()>& meanwhile) {
   launch_rest(reporter_.report(ReasonToLeave::kNone));
 }
 
-/// All ranks have left the plan. The messages that were sent by it are only waited for, so that
-/// they do not collide with later messages.
+/// All ranks have left the plan. Waits for the messages that were sent by it, so that they do not
+/// collide with later messages.
 void Backward::leave_behind(bool keep) {
   if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {
@@ -477,7 +477,7 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
     places[i].in_parts =
         pass_.used_by_any[i] != 0 ? seen.in_parts : may_be_in_parts(parameters[i].variable);
     places[i].trainable = trainable[i];
-    // A rank uses its own count, or that of the others if it has none yet.
+    // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
   }
@@ -544,7 +544,7 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   }
 }
 
-/// Clears gradients if no rank had a sample. They are then no gradients of a mean, and may be NaN.
+/// Clears gradients if no rank had a sample. Then there is no mean, and the gradients may be NaN.
 void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slots) {
   if (!context_.options.weighted || context_.total_weight != 0 || pass_.skipped) return;
   TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",

@@ -36,9 +36,9 @@ struct BackwardPass {
   bool recorded = false;             ///< it had no plan when it began
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws or skips, and sends nothing more
-  bool reported = false;             ///< the report after all buckets was sent
+  bool reported = false;             ///< the report, which follows all buckets, was sent
   size_t next_launch = 0;            ///< the next bucket to launch
-  size_t done = 0;                   ///< buckets that had completed when gradients were computed
+  size_t done = 0;                   ///< buckets that had completed when backward ended
 
   // Errors that are thrown after all messages to other ranks were sent.
   std::string error;        ///< the first error of this rank

@@ -291,7 +291,7 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
 void BucketMessage::pack_flat(double scale) {
   const bool is_new = !buffer_.defined();
   allocate();
-  // If gradients are copied in, the copy also scales them at no extra cost.
+  // If gradients are copied into the buffer, the copy also scales them at no extra cost.
   const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
@@ -520,7 +520,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
-  // If all gradients are copied out, the copy also scales them at no extra cost.
+  // If all gradients are copied out of the buffer, the copy also scales them at no extra cost.
   const bool scales_copies = scale != 1.0 && device_.is_cpu() && kind_ == Kind::kFlat &&
                              !options_.gradient_as_bucket_view && !has_unused_ &&
                              (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
@@ -547,7 +547,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
     } else if (!grad.defined() || lies_in(grad, slot)) {
       // If undefined, the user has cleared it.
     } else if (is_subclass(grad)) {
-      // It is unknown whether its memory has other owners: see has_one_owner().
+      // has_one_owner() cannot find out whether its memory has other owners.
       const bool immutable = !slot.in_parts && grad._is_zerotensor();
       if (!kept[slot.parameter] || grad.requires_grad() || immutable)
         grad = by_operators([&] { return grad.detach().clone(); });
@@ -626,7 +626,7 @@ void BucketMessage::write_subclass(at::Tensor& grad, const Slot& slot) const {
 
 /// An alias of the slot's view that the user may change.
 at::Tensor BucketMessage::view_as_gradient(Slot& slot) const {
-  // The memory of a gradient must not get another owner.
+  // An alias would be another owner of the gradient's memory.
   if (kind_ != Kind::kFlat) return handed_out(slot.view);
   // Reuse the alias of the last backward if it is unchanged.
   if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {

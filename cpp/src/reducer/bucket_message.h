@@ -30,7 +30,7 @@ struct MessageOptions {
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
 
-/// Thrown if a gradient has another form than was recorded, or a form that cannot be averaged. The
+/// Thrown if a gradient does not have its recorded form, or has a form that cannot be averaged. The
 /// text continues "the gradient of parameter ...".
 class GradientForm : public Error {
  public:
@@ -175,8 +175,8 @@ class BucketMessage {
   /// call, for which the host waits here.
   std::vector<double> own_squares() const;
 
-  /// With measured_on_the_way, after the reduction: the part that is missing in own_squares(), by
-  /// rank, for the only gradient of the message. The same on all ranks. Otherwise empty.
+  /// With measured_on_the_way, after the reduction: by rank, the part of the sum that own_squares()
+  /// lacks, for the only gradient of the message. The same on all ranks. Otherwise empty.
   std::vector<double> kept_squares() const;
 
   /// Drops a message that is in flight, so that late writes to it stay invisible. A gradient in the
@@ -184,7 +184,7 @@ class BucketMessage {
   /// of it, and were not packed yet become tensors of their own again.
   void abandon();
 
-  /// The number of gradients that the last pack() copied; and of these, that copy_early() had
+  /// The number of gradients that the last pack() copied, and how many of them copy_early() had
   /// copied.
   int64_t copied() const { return copied_; }
   int64_t copied_early() const { return copied_early_; }
@@ -227,7 +227,7 @@ class BucketMessage {
   at::Tensor own_on_device_;                 ///< own_squares() of a device
   bool packed_ = false;                      ///< between pack() and unpack()
   bool has_unused_ = false;
-  double owed_scale_ = 1.0;  ///< the factor of gradients when they left buffer_
+  double owed_scale_ = 1.0;  ///< the factor that the copy out of buffer_ still applies
   int64_t copied_ = 0;
   int64_t copied_early_ = 0;
 };

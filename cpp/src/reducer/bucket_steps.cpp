@@ -52,9 +52,9 @@ void keep_for_current_stream(const at::Tensor& tensor) {
   for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
 }
 
-/// Gradients, and a buffer that a hook made, belong to the streams that made them. The stream that
+/// Gradients, and a buffer from a hook, belong to the streams that allocated them. The stream that
 /// ends backward reads and writes them, and until it is done the allocator must not reuse their
-/// memory on the other streams. In a recorded backward the streams that made them are unknown.
+/// memory on the other streams. In a recorded backward, the allocating streams are unknown.
 void keep_for_current_stream(PlannedBucket& entry) {
   BucketMessage& message = entry.message;
   if (message.device().is_cpu()) return;
@@ -149,10 +149,10 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     // Also for a bucket from before the failure, whose hook may have collectives left to issue.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    // The last backward may still use the buffer, on a stream that this one does not wait for.
+    // The last backward may still use the buffer, on a stream for which this one does not wait.
     if (entry.unpacked_on) entry.producers.push_back(*entry.unpacked_on);
     join_producers(entry);
-    // An earlier backward by a plan that was left may also still send this buffer.
+    // An earlier backward with an abandoned plan may also still send this buffer.
     const bool idle = !entry.absent.defined();
     entry.absent = entry.message.absent(poison, idle);
     if (entry.message.has_tail()) write_report(entry.message.tail_of(entry.absent));

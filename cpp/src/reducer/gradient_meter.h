@@ -27,8 +27,8 @@ class GradientMeter {
   /// Call it when all gradients of this rank are packed. Fills in `report`, with check_finite and
   /// gradient_statistics. Waits for a device.
   void measure_own(const std::vector<PlannedBucket>& entries, StepReport& report);
-  /// With gradient_statistics: adds what was measured in the sums. Call it when all buckets are
-  /// complete, before the plan is extended, which makes new messages.
+  /// With gradient_statistics: adds the measurements of the reductions. Call it when all buckets
+  /// are complete, before the plan is extended, which makes new messages.
   void read_kept(const std::vector<PlannedBucket>& entries, const StepTable& table);
   /// With gradient_statistics: adds reduced gradients that are complete.
   void add_reduced(const std::vector<BucketMessage::Slot>& slots, int64_t bucket);

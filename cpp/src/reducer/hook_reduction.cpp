@@ -74,7 +74,7 @@ class HookReduction final : public Reduction {
   }
 
   bool holds_back_next() const override {
-    // Also if it has failed, so that every rank fails before the next bucket is launched.
+    // True also after a failure, so that every rank fails before the next bucket is launched.
     return future_ && hook_->may_chain() && (!future_->completed() || future_->hasError());
   }
 

@@ -14,12 +14,12 @@ namespace apex::parallel::detail {
 
 class ReducerCore;
 
-/// Runs after a parameter's gradient was accumulated: gradient_ready().
+/// The hook calls gradient_ready() after a parameter's gradient was accumulated.
 std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
     std::weak_ptr<ReducerCore> core, size_t index);
 
-/// Runs when backward reaches an output of the model: BackwardSession::reach(). Keeps the reducer
-/// alive as long as there may be gradients to synchronize.
+/// The hook calls BackwardSession::reach() when backward reaches an output of the model. It keeps
+/// the reducer alive as long as there may be gradients to synchronize.
 std::unique_ptr<torch::autograd::FunctionPreHook> make_output_hook(
     std::shared_ptr<ReducerCore> core, std::shared_ptr<const WatchedOutput> output);
 

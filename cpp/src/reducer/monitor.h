@@ -11,9 +11,9 @@ namespace apex::parallel::detail {
 
 // Note [Who may touch a reducer]
 //
-// One thread at a time may change a reducer. It may take as long as other ranks and user code take:
-// a communication hook, a bucket callback, or a wait for a rank that has died. If it held a mutex
-// for that time, it would delay all other threads, also those that only read or want to abort. So
+// One thread at a time may change a reducer. Meanwhile it may run user code (a communication hook
+// or a bucket callback) or wait for other ranks, even for a rank that has died. If it held a mutex
+// for that time, it would delay all other threads, even threads that only read or want to abort. So
 // the right to change is separate from the mutex. The changing thread opens the monitor while it
 // waits or runs user code, and other threads may then read. The changing thread opens the monitor
 // only when the state is consistent. User code may call the reducer again on the same thread.

@@ -14,7 +14,7 @@
 
 namespace apex::parallel::detail {
 
-/// The callbacks run on the thread of the event, between a began() and the next completed() or
+/// The callbacks run on the thread of the event, between began() and the next completed() or
 /// dropped(). gradient_ready() may run on one thread while another is in launched() or in_flight().
 /// Must not throw.
 class BackwardObserver {

@@ -23,8 +23,8 @@ namespace {
 // Some ways to clear gradients in place do not change the tensors' versions: through .data, and on
 // a GPU by one operator for all of them, as optimizers with fused=True or foreach=True do. So
 // gradients that seem to be kept from the last reduction are compared with zero. On a device the
-// host waits for that, but only if such a gradient is there and would be summed again. While a
-// graph is captured, it cannot wait, and the gradients count as cleared.
+// host waits for the comparison, but only if such a gradient exists and would be summed again.
+// While a graph is captured, the host cannot wait, and the gradients count as cleared.
 
 /// Clears the mark of gradients that are zero.
 void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& gradients) {

@@ -154,8 +154,8 @@ OverlapReport OverlapRecorder::report_of(const Backward& backward, OverlapClock 
     bucket.shared_memory = stamps.shared_memory;
     bucket.by_host = stamps.by_host;
     bucket.launched_s = seconds(stamps.launched);
-    // A bucket with a missing gradient is ready only when it is launched. So is one of
-    // used-parameter masks.
+    // A bucket with a missing gradient, or with used-parameter masks, is ready only when it is
+    // launched.
     bool has_all = !stamps.parameters.empty();
     for (const int64_t parameter : stamps.parameters) {
       const Stamp& gradient = backward.gradients[parameter];

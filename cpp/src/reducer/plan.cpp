@@ -96,7 +96,7 @@ ReductionSite site_of(Kind kind, const Parameter& parameter, size_t index,
 }
 
 /// Whether gradient views lie in buckets that the ranks of a host share. Such gradients are summed
-/// in place. Of other gradients a part would be copied to shared memory and back in every step.
+/// in place. A part of other gradients would be copied to shared memory and back in every step.
 bool views_are_shared(const Parameter& parameter, const ReducerContext& context) {
   if (!context.options.gradient_as_bucket_view || !parameter.device.is_cpu()) return false;
   ReductionSite site = site_of(Kind::kFlat, parameter, 0, context);

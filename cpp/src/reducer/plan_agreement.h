@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Collectives with which the ranks agree on a plan: each sends its recording, and all receive the
-/// same combined recording.
+/// Collectives by which the ranks agree on a plan: each rank sends its recording, and all receive
+/// the same combined recording.
 
 #include <cstdint>
 #include <vector>

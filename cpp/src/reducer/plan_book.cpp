@@ -57,8 +57,8 @@ void PlanBook::switch_to(std::optional<size_t> plan) {
 }
 
 void PlanBook::choose(const std::vector<bool>& trainable) {
-  // A change may have been reverted. That check reads all parameters, so it runs only if a plan was
-  // left, because this function runs before every backward.
+  // A change may have been reverted. The check reads all parameters, and this function runs before
+  // every backward, so the check runs only if a plan was left.
   const auto changed_back = [&] {
     return in_force_ && in_force()->kinds == context_.parameters.kinds();
   };

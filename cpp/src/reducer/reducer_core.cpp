@@ -231,8 +231,8 @@ void ReducerCore::begin_by_hand() {
 void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   refuse_in_backward("shadow_backward_begin()");
   const Change change(context().monitor);
-  // Gradients that the others have cleared must not count here, nor gradients that they average
-  // among themselves. But gradients that were never reduced must count.
+  // Gradients that the other ranks have cleared, or average among themselves, must not count here.
+  // But gradients that were never reduced must count.
   const bool counts = uneven_.counts_kept(event);
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
@@ -299,7 +299,7 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
     return;
   }
   // Another reducer may own all parameters: see Note [One parameter, one reducer]. A rank with only
-  // frozen parameters takes part: others may have gradients, or must see that the ranks differ.
+  // frozen parameters takes part: others may have gradients, or must detect a difference.
   if (context().parameters.ever_trainable() && context().parameters.owns_any()) {
     begin_backward(session);
   } else {
@@ -370,7 +370,7 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
     return false;
   }
   begin_backward(BackwardSession::current());
-  // This gradient is already accumulated. If it is the incoming one, this backward has made it.
+  // This gradient is already accumulated. If it is the incoming one, this backward created it.
   const at::Tensor& grad = parameter.variable.grad();
   if (grad.defined() && incoming.defined() && has_memory(grad) && has_memory(incoming) &&
       incoming.storage().is_alias_of(grad.storage())) {

@@ -50,7 +50,7 @@ bool ReplicaCheck::compares() const {
 void ReplicaCheck::look(bool at_others) {
   if (!at_others && !state_.empty()) return;
   state_.clear();
-  // A rank may write frozen parameters by itself, for example a memory bank or a moving average.
+  // A rank may write frozen parameters alone, for example a memory bank or a moving average.
   for (const NamedTensor& one : context_.parameters.named()) {
     if (one.tensor.requires_grad()) state_.push_back(one);
   }

@@ -28,12 +28,12 @@ namespace apex::parallel::detail {
 // differ from the majority, and the first tensor that differs.
 //
 // On request, other tensors are compared along with the parameters. Some of them must be equal,
-// such as master weights. Others often are, such as buffers of SyncBatchNorm; those that differ in
-// the first round are not compared. Frozen parameters are not compared.
+// such as master weights. Others are often equal, such as buffers of SyncBatchNorm; a tensor that
+// differs in the first round is not compared again. Frozen parameters are not compared.
 //
 // A rank that has loaded state sends a digest of all of it once, instead of a part. If the other
-// ranks have not loaded state, their digests differ from that one in any case, and the digests of
-// all tensors decide.
+// ranks have not loaded state, their digests differ in any case, and the digests of all tensors
+// decide.
 //
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
 // may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
@@ -51,8 +51,8 @@ class ReplicaCheck {
 
   /// Compares the whole state in the next backward. Call it after state was loaded.
   void compare_all_next() { all_next_ = true; }
-  /// The digest of the part of this backward; 0 if nothing is compared. Call it when this rank has
-  /// computed its gradients.
+  /// The digest of the part that this backward compares; 0 if it compares nothing. Call it when
+  /// this rank has computed its gradients.
   int64_t digest(const StepFacts& facts);
   /// Call it when the digests of all ranks have been received, in a valid backward.
   void received(const StepTable& table);

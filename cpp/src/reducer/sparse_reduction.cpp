@@ -61,7 +61,7 @@ at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
     const at::Tensor received = complex ? at::view_as_complex(values[rank]) : values[rank];
     all_values.push_back(received.narrow(0, 0, entries[rank]));
   }
-  const DefaultFloatingPointMode mode;  // every rank sums by itself
+  const DefaultFloatingPointMode mode;  // every rank computes the sum itself
   return at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), mine.sizes(),
                                mine.options())
       .coalesce();

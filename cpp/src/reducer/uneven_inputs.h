@@ -15,7 +15,7 @@ namespace apex::parallel::detail {
 // A rank that has run out of data cannot know what the others do next: whether their next backward
 // is synchronized, whether another forward comes first, or whether they have also ended. So under
 // join() the ranks with data announce each step in a small all-gather. A rank without data
-// contributes zeros, and reads from the result what to take part in. Everything happens in the
+// contributes zeros, and reads from the result which collectives to join. Everything happens in the
 // order of the announcements, so the order is the same on every rank.
 
 /// A reducer's part of join(). Collective functions block the host and take the right to change the
@@ -32,7 +32,7 @@ class UnevenInputs {
   void end();
 
   /// Announces the next step of this rank to ranks without data. Collective.
-  /// @throws RankMismatch on every rank if those with data announce different things.
+  /// @throws RankMismatch on every rank if the ranks with data make different announcements.
   JoinEvent announce(const JoinEvent& event);
   /// Waits, on a rank without data, for the next step of the ranks with data. Collective.
   JoinEvent await_event();
@@ -59,7 +59,7 @@ class UnevenInputs {
 
   ReducerContext& context_;
   const void* const owner_;
-  bool divide_by_initial_ = true;  ///< averages are over all ranks, also those without data
+  bool divide_by_initial_ = true;  ///< averages are over all ranks, including ranks without data
   bool announces_ends_ = false;
 };
 

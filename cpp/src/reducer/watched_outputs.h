@@ -16,8 +16,8 @@ struct WatchedOutput {
 };
 
 /// The watched outputs of one reducer. Thread safe. Its mutex is never held during a wait. (It does
-/// not use the reducer's monitor: another thread's backward may hold that while it waits for other
-/// ranks, which may wait for this rank.)
+/// not use the reducer's monitor, because another thread's backward may hold the monitor while it
+/// waits for other ranks, which may wait for this rank.)
 class WatchedOutputs {
  public:
   void add(const std::shared_ptr<const WatchedOutput>& output);

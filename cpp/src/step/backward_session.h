@@ -55,7 +55,7 @@ class BackwardParticipant {
   virtual void abandon_gradients(const BackwardSession* session) noexcept = 0;
   virtual void abandon(const BackwardSession* session) noexcept = 0;
 
-  /// Describes what this reducer waits for, to ranks that wait for this rank. Does not block.
+  /// Reports what this reducer waits for to ranks that wait for this rank. Does not block.
   virtual std::string describe() const = 0;
 
   /// The error text if the ranks are known to be in different steps, else an empty text.
@@ -70,35 +70,35 @@ class BackwardParticipant {
 //
 // A backward may reach the outputs of several reducers, one after the other. If each reducer took
 // part only from its own output on, an exception on one rank before that output would leave the
-// other ranks waiting for that reducer. Ranks may differ in the parameters that they use, in their
-// order, and in where they raise. They do not differ in the set of reducers in the graph. So the
-// first output that a backward reaches begins the backward for every reducer with an output in the
-// graph. It does so in the order of construction, which is the same on every rank. If reducers
+// other ranks waiting for that reducer. Ranks may use different parameters in a different order,
+// and may raise at different places. But all ranks have the same set of reducers in the graph. So
+// the first output that a backward reaches begins the backward for every reducer with an output in
+// the graph. It does so in the order of construction, which is the same on every rank. If reducers
 // share a parameter, the one constructed last owns it from then on.
 //
-// The reducers also end together: all send the rest and their reports, then the first of them
-// waits. If a rank's backward does not include one of the reducers, that rank is in another step.
-// The reports of the other reducers show this. So a rank that waits for one reducer also checks the
-// reports of the others.
+// The reducers also end together: all of them send their remaining buckets and their reports before
+// the first of them waits. If a rank's backward does not include one of the reducers, that rank is
+// in another step. The reports of the other reducers show this. So a rank that waits for one
+// reducer also checks the reports of the others.
 //
-// If an exception is raised before backward reaches any output, no backward was run.
+// If an exception is raised before backward reaches any output, no reducer has begun a backward.
 
 // Note [Turns]
 //
 // Reducers on one NCCL communicator share the order of its collectives. Communication hooks may
 // share it as well, because a hook may use any group. Each reducer launches its own buckets in
-// order (Note [Order of launches]). But if a rank leaves a layer out, the layer's bucket waits for
-// the end of backward. Buckets of other reducers would come before it on that rank and after it on
-// other ranks, and sums of different gradients would be formed without an error. So the reducers
-// take turns. The reducer that was constructed last is normally reached first by backward, so it
-// launches first. A reducer launches no bucket before all earlier reducers in this order have
-// launched all of theirs. The rest is launched at the end, in the same order. Then the reports
+// order (Note [Order of launches]). But if a rank skips a layer, the layer's bucket waits for the
+// end of backward. Buckets of other reducers would precede it on that rank and follow it on other
+// ranks, and different gradients would be summed without an error. So the reducers take turns. The
+// reducer that was constructed last is normally reached first by backward, so it launches first. A
+// reducer launches no bucket before all earlier reducers in this order have launched all of their
+// buckets. The remaining buckets are launched at the end, in the same order. Then the reports
 // follow, and the buckets that carry a report, in the order of construction. A reducer with its own
 // channels and no hook does not wait for a turn.
 //
-// The participants are known from the first output on. Two kinds of reducers join later: those that
-// begin with a gradient (because of an output that was not found, or backward(inputs=...)), and
-// those of a backward inside the backward. Ranks must agree on the order of these.
+// The participants are known from the first output on. Two kinds of reducers join later: reducers
+// that begin with a gradient (because an output was not found, or in backward(inputs=...)), and
+// reducers of a backward inside the backward. Ranks must agree on the order of these.
 
 // Note [The end of a backward]
 //
@@ -116,8 +116,8 @@ class BackwardParticipant {
 //
 // The hook of an output also runs for autograd.grad(), which computes gradients without
 // accumulating them. The engine then has a list of nodes to execute, and a plain backward() has
-// none. backward(inputs=...) also has such a list; there the first accumulated gradient opens the
-// session.
+// none. backward(inputs=...) also has such a list; in that case the first accumulated gradient
+// opens the session.
 
 /// The state of one graph task, shared by its reducers. It lives as long as the autograd engine may
 /// call back for the task. Thread safe.

@@ -86,7 +86,7 @@ void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
 }
 
 ParameterSample::Change ParameterSample::take() {
-  // Ranks that flush denormal numbers to zero would read other values than those that do not.
+  // Ranks that flush denormal numbers to zero would read different values than other ranks.
   const DefaultFloatingPointMode mode;
   Change change;
   for (Site& site : sites_) {
@@ -96,7 +96,7 @@ ParameterSample::Change ParameterSample::take() {
     for (size_t e = 0; e < site.count; ++e) {
       if (now[e] == site.values[e]) continue;
       const double distance = std::abs(now[e] - site.values[e]);
-      // A NaN that is still NaN has not changed.
+      // A NaN that is still a NaN counts as unchanged.
       change.any = change.any || !std::isnan(now[e]) || !std::isnan(site.values[e]);
       change.distance += distance;
     }

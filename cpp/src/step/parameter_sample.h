@@ -12,14 +12,14 @@
 
 namespace apex::parallel {
 
-// Note [Writes that move no version]
+// Note [Writes that bump no version]
 //
 // libtorch's SGD writes parameters through .data(), which has another version counter, and
-// libtorch's optimizers have no step hooks. So a program that only calls sgd.step() would look as
-// if it never updated a parameter, and one that calls it twice as if it had updated them once. So
-// values are compared: 32 elements, spread over 8 parameters of the bucket plan, with their values
-// in the last synchronized backward. All ranks have the same plan, so they sample the same
-// elements. If all ranks have made the same steps, these elements have moved by the same distance.
+// libtorch's optimizers have no step hooks. Versions would not show whether a program calls
+// sgd.step() never, once or twice. So values are compared: 32 elements, spread over 8 parameters of
+// the bucket plan, with their values in the last synchronized backward. All ranks have the same
+// plan, so they sample the same elements. If all ranks have made the same steps, these elements
+// have moved by the same distance.
 
 /// Samples elements of parameters on the CPU that are strided, dense, and of a floating or complex
 /// dtype. Skips other parameters. Not thread safe.

@@ -58,7 +58,7 @@ void write_bits(const Bits& bits, int64_t* words) {
 
 struct Question {
   bool StepFacts::* answer;
-  const char* yes;  ///< what a rank has done if the fact is true
+  const char* yes;  ///< what the rank did if the fact is true
 };
 
 const Question kAsked[] = {

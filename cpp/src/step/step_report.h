@@ -30,7 +30,7 @@ namespace apex::parallel {
 //   if options request these;
 // - a digest of a part of its state: Note [Replicas];
 // - what has happened since its last synchronized backward: Note [Ranks that are out of step];
-// - and how long its own part of that took: Note [Whose time it is].
+// - and how long its own part of the step took: Note [Whose time it is].
 //
 // If ranks must first agree on a plan, another row is sent before that. A new item needs a field of
 // StepReport and a position in the row.
@@ -38,26 +38,27 @@ namespace apex::parallel {
 // Note [Ranks that are out of step]
 //
 // The nth synchronized backward of a rank always meets the nth of the others. After an additional
-// one, or one under no_sync(), a rank computes gradients at other parameters than the others do.
-// The counts of backwards cannot differ. But the events *between* two synchronized backwards can:
+// backward, or one under no_sync(), a rank computes gradients at other parameter values than the
+// other ranks. The counts of backwards cannot differ. But the events *between* two synchronized
+// backwards can:
 //
 // - an optimizer stepped twice without a backward in between;
 // - parameters that were updated, or not, since the last synchronized backward;
 // - parameters that were updated after a backward that was not synchronized;
 // - parameters that moved further than on other ranks, where the steps of optimizers are not
-//   reported: see Note [Writes that move no version].
+//   reported: see Note [Writes that bump no version].
 //
 // Ranks that differ in the first item are out of step. A difference in only the last three may be
 // harmless (with a sharded optimizer, ranks receive by broadcast what one rank steps). Then ranks
-// are out of step if their parameters differ. Every row has a few elements of each rank for this
-// comparison. A separate exchange compares all elements after the first differences. The more
-// differences were harmless, the less often it runs.
+// are out of step if their parameters differ. Every row has a few parameter elements of its rank
+// for this comparison. A separate exchange compares all elements after the first differences. The
+// more differences were harmless, the less often it runs.
 //
 // Forwards are not compared. An additional forward (to draw the graph, to evaluate, or to retry
-// after an exception) changes no parameter and no gradient. A rank that skips a whole batch, with
-// its backward and its optimizer step, looks the same to the reducer: its next backward meets the
-// next one of the other ranks, at the same parameters. That rank runs out of batches before the
-// others do, which is detected then.
+// after an exception) changes no parameter and no gradient. The reducer also does not notice if a
+// rank skips a whole batch, with its backward and its optimizer step: the rank's next backward
+// meets the next backward of the other ranks, at the same parameters. That rank runs out of batches
+// before the others do, which is then detected.
 
 /// The call by which a rank has left the plan.
 enum class ReasonToLeave : int64_t {

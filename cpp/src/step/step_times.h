@@ -18,13 +18,13 @@ namespace apex::parallel::detail {
 // Note [Whose time it is]
 //
 // Ranks end a step together. So a slow rank makes the steps of all ranks equally long, and the step
-// times do not show which rank it is. The own time of each rank does. It runs from the end of a
-// synchronized backward, when the rank waits for nothing more, to the moment when it has sent
-// everything that its peers wait for in the next one. The time that the rank has waited for its
-// peers in between, for example in batch norms, is subtracted. The step report contains the own
-// time (Note [One report per step]), so every rank knows the times of all without another message.
-// If the program itself waits in collectives of torch.distributed, that counts as own time, on all
-// ranks equally. A rank that has no data left and follows the others has no own time.
+// times do not show which rank is slow. Each rank's own time does. It runs from the end of a
+// synchronized backward, when the rank no longer waits, until the rank has sent everything that its
+// peers wait for in the next backward. The time that the rank has waited for its peers in between,
+// for example in batch norms, is subtracted. The step report contains the own time (Note [One
+// report per step]), so every rank knows the times of all without another message. If the program
+// itself waits in collectives of torch.distributed, that counts as own time, on all ranks equally.
+// A rank that has no data left and follows the others has no own time.
 
 /// Times of one rank in one step, in microseconds.
 struct StepTimes {

@@ -15,7 +15,7 @@ class StepTracker {
   /// A gradient has arrived, in a backward that is synchronized or not.
   void gradient_arrived(bool synchronized);
   /// An optimizer that holds parameters of this reducer has stepped. `all` means that the steps of
-  /// every optimizer are reported, so that none has to be inferred from the parameters.
+  /// every optimizer are reported, so that none must be inferred from the parameters.
   void optimizer_stepped(int64_t optimizer, bool all = true);
   /// Samples `parameters`, those of bucket plan number `plan` (from 1), from now on.
   void sample(int64_t plan, const std::vector<at::Tensor>& parameters);
@@ -45,7 +45,7 @@ class StepTracker {
   bool skipped_ = false;       ///< the last synchronized backward was skipped
   bool all_reported_ = false;  ///< a step since then was reported with `all`
   bool rebased_ = false;       ///< parameters were made equal on all ranks since then
-  ParameterSample sample_;     ///< see Note [Writes that move no version]
+  ParameterSample sample_;     ///< see Note [Writes that bump no version]
   int64_t sampled_plan_ = 0;
   ParameterSample::Change before_local_;  ///< of sample_, before the first local gradient
   StepFacts facts_;

@@ -67,8 +67,7 @@ BackendWork::BackendWork(BackendWork&& dropped)
 
 BackendWork::~BackendWork() {
   if (!works_ || parts_.empty()) return;
-  // If it was refused while being issued, it has no result, but peers may be in parts already
-  // issued.
+  // If it was refused while it was issued, it has no result, but peers may be in its issued parts.
   if (std::uncaught_exceptions() > exceptions_) {
     copies_.clear();
     divisor_ = 1;
@@ -188,7 +187,8 @@ void BackendWork::settle(std::exception_ptr error) {
   }
   copies_.clear();
   finish(error);
-  // A part holds its channel: peers see that this rank has left when the last part is destroyed.
+  // A part keeps its channel alive: peers see that this rank has left when the last part is
+  // destroyed.
   Parts ended;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> held(mutex_);
   ended.swap(parts_);
@@ -217,7 +217,7 @@ void BackendWorks::add_dropped(BackendWork&& work) {
     dropped_.emplace(number, c10::make_intrusive<BackendWork>(std::move(work)));
     some_dropped_ = true;
   }
-  // A program that drops all works waits for none, so complete finished ones here.
+  // A program that drops all works waits for none of them, so complete finished works here.
   dropped_have_completed(std::numeric_limits<uint64_t>::max(), Clock::now());
 }
 

@@ -118,9 +118,9 @@ class BackendWork final : public SlicedWork {
 
 using BackendWorkPtr = c10::intrusive_ptr<BackendWork>;
 
-/// Works of a backend that their callers do not wait for. Works with a future are waited for on
-/// threads, which exist from the first future on. If a callback waits for another future, one more
-/// thread is started. Dropped works complete when a later work is waited for.
+/// Works of a backend for which their callers do not wait. Threads wait for works with a future;
+/// they exist from the first future on. If a callback waits for another future, another thread is
+/// started. Dropped works complete when a later work is waited for.
 class BackendWorks : public std::enable_shared_from_this<BackendWorks> {
  public:
   /// Waits for `work` on a thread and completes its future.

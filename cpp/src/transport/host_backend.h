@@ -28,14 +28,14 @@ namespace apex::parallel {
 // If all ranks of a group share memory, its collectives run on a HostChannel. If they are on
 // several hosts, at least one of which has several ranks, all-reduces run on a HostHierarchy. Gloo
 // does the rest: point-to-point messages, sparse tensors, a monitored barrier, and groups whose
-// ranks share no memory. The choice depends only on arguments that all ranks of a collective have
-// in common, so that all of them make the same choice.
+// ranks share no memory. The choice depends only on arguments that are the same on all ranks, so
+// all ranks make the same choice.
 //
-// As in HostChannel, a collective makes progress while a rank waits for it or polls it. Works with
-// a future are different, because the program waits for the future elsewhere. From the first future
-// on, a thread of the backend waits for these works in the order of issue; while a callback runs,
-// another thread does. A work that its caller drops becomes part of the group's next collective,
-// which completes when both have completed.
+// As in HostChannel, a collective makes progress while a rank waits for it or polls it. For works
+// with a future the program waits for the future instead. So from the first future on, a thread of
+// the backend waits for these works in the order of issue; while a callback runs, another thread
+// waits. A work that its caller drops becomes part of the group's next collective, which completes
+// when both have completed.
 //
 // Non-contiguous tensors are copied in the order of their elements, since ranks may have different
 // strides.
@@ -43,7 +43,7 @@ namespace apex::parallel {
 class BackendWork;
 class BackendWorks;
 
-/// Thread safe, like HostChannel. Concurrent calls are ordered by arrival, and the order has to be
+/// Thread safe, like HostChannel. Concurrent calls are ordered by arrival, and the order must be
 /// the same on all ranks.
 class HostBackend final : public c10d::Backend, public distributed::HasGloo {
  public:
@@ -168,7 +168,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 };
 
 /// Creates a backend with its own Gloo backend; see connect_host().
-/// @throws what Gloo throws if the ranks of `request` do not connect.
+/// @throws the error of Gloo if the ranks of `request` do not connect.
 c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request);
 
 }  // namespace apex::parallel

@@ -9,13 +9,13 @@
 
 namespace apex::parallel {
 
-// Note [An order of one's own]
+// Note [A separate order of collectives]
 //
 // Collectives of a process group are matched by the order in which each rank issues them. A reducer
 // issues its collectives when gradients are ready, from autograd's threads. Other users of the
-// group, such as another reducer or a collective in the module, may come before a bucket on one
-// rank and after it on another, for example because a layer was unused or frozen there. Collectives
-// of equal size are then swapped silently. So a reducer has its own connections, on which it alone
+// group, such as another reducer or a collective in the module, may precede a bucket on one rank
+// and follow it on another, for example because a layer was unused or frozen there. Collectives of
+// equal size are then swapped silently. So a reducer has separate connections, on which it alone
 // determines the order.
 
 /// Creates a group over the same ranks as `parent`, with the same timeout and, for CPU tensors, its
@@ -34,9 +34,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& parent, const std::string& name,
     bool connects = true);
 
-/// The backend "apex" between the ranks of `group`: its own, or one that the first call attaches to
-/// a group over Gloo if all its ranks share memory; otherwise null. The first call is collective
-/// and blocks. Thread safe.
+/// The backend "apex" between the ranks of `group`: the group's own backend, or one that the first
+/// call attaches to a group over Gloo if all its ranks share memory; otherwise null. The first call
+/// is collective and blocks. Thread safe.
 /// @throws CommunicationError in the first call.
 c10::intrusive_ptr<HostBackend> host_backend_of(const c10d::ProcessGroup& group);
 

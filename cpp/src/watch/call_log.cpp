@@ -7,8 +7,8 @@
 
 namespace apex::parallel {
 
-/// Removes the backward number, which ranks may count differently, and the list of buffers, whose
-/// differences the broadcast itself reports.
+/// Removes the backward number, because ranks may count differently, and the list of buffers,
+/// because the broadcast itself reports its differences.
 std::string CallLog::in_common(const std::string& what) {
   return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
 }

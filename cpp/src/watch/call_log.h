@@ -15,15 +15,15 @@ namespace apex::parallel {
 //
 // Collectives of a group are matched by their order. If ranks call different ones, Gloo pairs
 // messages of one kind and lets other ranks wait until the timeout. So every rank numbers its
-// calls. A rank that waits for long compares its last calls with those that another rank has left
-// in the store, or leaves its own there if there are none. If two ranks have made different calls
-// under the same number, they are in different collectives for certain, however late either rank
-// is.
+// calls. A rank that waits for long compares its last calls with the calls that another rank has
+// written to the store, or writes its own calls there if there are none. If two ranks have made
+// different calls under the same number, they are certainly in different collectives, however late
+// either rank is.
 
 /// The last collectives that this rank has called in one group. Thread safe.
 class CallLog {
  public:
-  /// The part of a collective's name that all ranks in it have in common.
+  /// The part of a collective's name that is the same on all ranks.
   static std::string in_common(const std::string& what);
 
   struct Last {

@@ -97,8 +97,8 @@ void give_up(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::str
   }
 }
 
-/// Removes completed calls from `pursuit`, then adds calls launched since. Returns whether any had
-/// completed or was added.
+/// Removes completed calls from `pursuit`, then adds calls launched since. Returns whether it
+/// removed or added a call.
 bool goes_on(Pursuit& pursuit) {
   std::vector<std::unique_ptr<StreamMark>> reached;
   while (!pursuit.calls.empty() && pursuit.calls.front().mark->reached()) {

@@ -103,8 +103,8 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   if (mine == statuses.end() || !mine->second.hook ||
       mine->second.hook->generation != at.generation)
     return std::nullopt;  // this rank's own post is not in the copy yet
-  // A rank with a newer hook failure has continued after this one, which it does only if all were
-  // alike.
+  // A rank with a newer hook failure has continued after this one, which it does only if all hooks
+  // failed alike.
   for (const auto& [author, status] : statuses) {
     if (author.second == at.group && status.hook && status.hook->generation > at.generation)
       return true;

@@ -48,7 +48,7 @@ struct RankStatus {
 using RankStatuses = std::map<std::pair<int, std::string>, RankStatus>;
 using ReportKeys = std::set<RankStatuses::key_type>;
 
-/// Where a rank waits, and whose reports concern it.
+/// Where a rank waits, and which reports concern it.
 struct Position {
   std::string group;
   std::string
@@ -61,7 +61,7 @@ struct Position {
   bool or_before = false;  ///< the rank may also wait in an earlier call
 };
 
-/// What a waiting rank has found out.
+/// The findings of a waiting rank.
 struct Verdict {
   enum Kind {
     kOk,      ///< other ranks may just be late
@@ -77,15 +77,16 @@ struct Verdict {
 /// "rank 3", "ranks 1, 2"; a long list is shortened.
 std::string list_of(const std::vector<int>& ranks);
 
-/// Whether a rank that waits at `at` has to stop waiting.
+/// Whether a rank that waits at `at` must stop waiting.
 Verdict judge(const RankStatuses& statuses, const Position& at);
 
 /// Whether the hooks of all ranks have failed in the same call; nullopt if a report is missing.
 std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at);
 
-/// What is known about a failure of a group.
+/// The known facts about a failure of a group.
 struct Findings {
-  std::map<int, std::string> reports;  ///< by other rank: the collective that failed there
+  std::map<int, std::string> reports;  ///< by rank, except this one: the collective that failed
+                                       ///< there
   Proof proof;                         ///< about ranks without a report
 };
 

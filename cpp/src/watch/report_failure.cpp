@@ -15,9 +15,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Reports the failure and collects other ranks' reports, until every rank is accounted for or
-/// patience ends. `first_seen`: processes that this rank itself saw exited at first; later, ranks
-/// that have given up exit as well. Returns whether the store answers.
+/// Reports the failure and collects other ranks' reports, until the state of every rank is known or
+/// patience ends. `first_seen`: the processes that this rank itself saw exit first; later, ranks
+/// that have given up also exit. Returns whether the store answers.
 bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& findings,
              Proof& first_seen) {
   const auto began = Clock::now();
@@ -36,7 +36,7 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
     // The copy in memory may be from an earlier failure.
     const bool answered = group->board->answered_since(began);
     if (answered) findings = group->find_reports();
-    // Count what was seen before the reports were read, since a rank may exit after reporting.
+    // Use exits seen before the reports were read, since a rank may exit after it has reported.
     const bool reports_are_newer = group->board->answered_since(seen_at);
     if (reports_are_newer) proven = seen;
     for (const auto& [rank, state] : proven) {

@@ -108,7 +108,7 @@ std::string read_state() {
     } catch (APEX_FORCED_UNWIND) {
       throw;
     } catch (...) {
-      // The reader has nothing to add.
+      // The reader has no further facts.
     }
     if (!more.empty()) lines += (lines.empty() ? "" : "\n") + more;
   }
@@ -366,7 +366,7 @@ void StallWatch::post(bool waits) {
   });
 }
 
-/// This rank has answered that it does not wait, although another rank was waiting; correct that.
+/// Another rank waits, and this rank has answered that it does not wait; correct that.
 void StallWatch::correct() {
   if (posted_) return;
   if (!waiting_->group->root()->reported_elsewhere.exchange(false)) return;

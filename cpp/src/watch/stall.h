@@ -18,15 +18,15 @@ namespace apex::parallel {
 //
 // A rank that has waited for a while posts that on its group's board in the store. Every process
 // polls for new posts, and answers with its own position and activity. This runs on the store's
-// thread, since the main thread may be anywhere. When the stall time has passed, one of the waiting
+// thread, since the main thread may be busy. When the stall time has passed, one of the waiting
 // ranks reads the board and prints the verdict. If N ranks wait for one, each makes a few store
 // calls, and one of them reads N posts.
 //
 // A rank posts after 0.4 of the stall time, and the others poll every 0.3 of it, so they answer in
 // time. A rank that has answered that it is not waiting, and then starts to wait, posts that
 // immediately. The procedure repeats after 2, 4, ... times the stall time. The last printed verdict
-// is in the store: a rank prints only if no other rank has printed since it asked, and if the cause
-// has changed. Another rank's verdict is added to this rank's own error.
+// is in the store: a rank prints only if no other rank has printed since this rank asked, and if
+// the cause has changed. A rank adds another rank's verdict to its own error.
 //
 // Over NCCL the GPU waits while the host continues, possibly several calls ahead, and a busy GPU
 // looks the same as a waiting one. So a rank counts as late only if its host has not made the call

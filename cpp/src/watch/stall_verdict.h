@@ -39,8 +39,8 @@ struct Stall {
   std::string note;         ///< which ranks of the job these are; may be empty
 };
 
-/// Whether there is a stall to report. A busy GPU looks like a waiting one, so for a GPU a host
-/// must not have made the call yet.
+/// Whether to report a stall. A busy GPU looks like a waiting one, so a GPU is stalled only if some
+/// host has not made the call yet.
 bool is_stall(const Stall& stall);
 
 /// The verdict as lines: which rank is late, where it is, the likely cause, and the remedy.

@@ -31,8 +31,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // connection.
 
 /// One thread per store, shared by all groups on it, with its own connection. A store call blocks
-/// while the process that hosts the store is stopped, so no other thread makes one. On the user's
-/// connection, a blocked call would also block the user's calls. Thread safe.
+/// while the process that hosts the store is stopped, so no other thread calls the store. On the
+/// user's connection, a blocked call would also block the user's calls. Thread safe.
 class StoreThread {
  public:
   using Clock = std::chrono::steady_clock;
@@ -90,7 +90,7 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   bool call(Body body, Clock::time_point until);
   /// On the thread: calls `body(view)` with the group's store over the thread's connection. If that
   /// throws, calls it once more over a new connection.
-  /// @throws Error if the store is gone or cannot be reached, and what `body` throws.
+  /// @throws Error if the store is gone or cannot be reached; exceptions of `body`.
   void run(const Body& body);
   /// Whether the group, or a store without a server, still exists.
   bool is_there() const;

@@ -16,8 +16,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kUsual{250};
 /// Interval of checks of data in this process.
 constexpr milliseconds kSlice{50};
-/// Interval of store calls. Up to 10,000 ranks make 1,000 calls a second in total, and each at most
-/// 5. A store answers some 30,000 a second.
+/// Interval of store calls. Up to 10,000 ranks make 1,000 calls a second in total, and no rank
+/// makes more than 5. A store answers some 30,000 a second.
 constexpr milliseconds between_looks(int ranks) {
   return std::clamp(milliseconds(ranks), milliseconds(200), milliseconds(10000));
 }
@@ -34,7 +34,7 @@ constexpr milliseconds kUnfinished{1000};
 /// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 
-/// Time until a lost connection to the store is made again; and the time limit of a probe for it.
+/// Time before a lost connection to the store is made again, and the time limit of a probe for it.
 constexpr milliseconds kReconnect{1000};
 constexpr milliseconds kProbe{200};
 
@@ -59,8 +59,8 @@ constexpr milliseconds kMostPatience{5000};
 constexpr milliseconds while_collecting(int ranks) {
   return std::max(milliseconds(20), milliseconds(ranks / 10));
 }
-/// Further waits once there is proof of a lost rank: for more proof; and for other ranks' proof if
-/// the store has not answered yet.
+/// Further waits after proof of a lost rank: for more proof, and for other ranks' proof if the
+/// store has not answered yet.
 constexpr milliseconds kAfterProof{100};
 constexpr milliseconds kForOthers{300};
 /// Interval of checks of data in this process meanwhile.

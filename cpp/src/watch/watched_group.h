@@ -118,13 +118,13 @@ WatchedGroupPtr watched(const c10d::ProcessGroup& group);
 /// All groups that this process watches.
 std::vector<WatchedGroupPtr> all_watched();
 
-/// Like watched(), but null if that has not been called.
+/// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
 /// Makes waits in `group` also react to failures of `parent`, which has the same ranks. A failure
 /// of `parent` then counts as one of `group`, so this is for groups that are used only together
 /// with their parent. Call it after a first collective of `parent` and before one of `group`.
-/// `name` has to be the same on all ranks, and unique among groups made from `parent`.
+/// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept;
 
@@ -144,8 +144,8 @@ Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});
 void made_here(const c10d::ProcessGroup& group);
 
 /// @throws Error in a process that was forked after made_here(), or else after the first use of the
-///         group. The child would use its parent's connections, and wait for threads that it does
-///         not have.
+///         group. The child would use its parent's connections, and wait for threads that do not
+///         exist there.
 void require_own_process(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

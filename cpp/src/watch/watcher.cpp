@@ -91,7 +91,7 @@ Verdict Wait::poll() {
     if (!state.comparison->difference.empty())
       return {Verdict::kApart, state.comparison->difference};
   }
-  // A GPU may just be busy with other work: then there is nothing to compare or to report.
+  // A GPU may just be busy with other work: then neither compare nor report.
   if (state.stall) {
     if (Clock::now() >= state.compare_at) compare();
     state.stall->poll();

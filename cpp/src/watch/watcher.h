@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Finds out why a rank waits in a collective, from other ranks' reports and from the state of
+/// Determines why a rank waits in a collective, from other ranks' reports and from the state of
 /// their processes.
 
 #include <chrono>
@@ -46,10 +46,10 @@ namespace apex::parallel {
 
 // Note [Hooks that fail]
 //
-// A rank whose communication hook has failed has not issued the collective that the hooks of other
-// ranks may be waiting for. Whatever it sends next over that communicator would be matched with
-// that collective. So it sends nothing, reports the call in which it failed through the store, and
-// reads the other ranks' reports:
+// If a rank's communication hook fails, the rank has not issued the collective for which the hooks
+// of other ranks may wait. Its next message over that communicator would be matched with that
+// collective. So it sends nothing, reports the call in which it failed through the store, and reads
+// the other ranks' reports:
 //
 // - If all hooks have failed in the same call, no rank waits, and all ranks can continue.
 // - A rank that waits for something after that call, or for the hook in it, sees the report, gives
@@ -79,7 +79,7 @@ class Wait {
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
-  /// What is known so far. Does not block: the store's thread calls the store.
+  /// The findings so far. Does not block: the store's thread calls the store.
   Verdict poll();
 
  private:
@@ -99,9 +99,9 @@ class Wait {
 /// seconds. Never throws.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// For a rank that throws instead of calling the collective `what` of `group` because of its
-/// arguments: notifies the ranks that wait in that call, which give up. Blocks on the store, for no
-/// longer than report_failure().
+/// For a rank that refuses the arguments of the collective `what` of `group` and throws instead of
+/// calling it: notifies the ranks that wait in that call, which then give up. Blocks on the store,
+/// for no longer than report_failure().
 void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// For a rank that leaves a collective of `group` without an error of the collective: makes the
@@ -109,7 +109,7 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// Whether this rank has answered ranks that wait in `group`, or in a group that shares its board,
-/// that it does not wait. Its next wait then has to correct that.
+/// that it does not wait. Its next wait must then correct that.
 bool others_wait(const c10d::ProcessGroup& group);
 
 /// The verdict that this rank has printed because its last call of `group` took long; else "".

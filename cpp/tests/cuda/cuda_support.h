@@ -25,8 +25,8 @@ inline std::string why_no_gpu() {
     if (!apex_reason.empty()) GTEST_SKIP() << apex_reason;         \
   } while (false)
 
-/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 each rank has to pretend to be
-/// another host, so that they use sockets. NCCL 2.30 has an option for it.
+/// Ranks over NCCL that share the first GPU. Before NCCL 2.30 each rank must pretend to be another
+/// host, so that they use sockets. NCCL 2.30 has an option for it.
 inline std::vector<ProcessSpec> ranks_on_one_gpu(
     const std::string& scenario, int world_size,
     const std::map<std::string, std::string>& environment = {}) {

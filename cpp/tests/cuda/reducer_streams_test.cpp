@@ -19,7 +19,7 @@
 #include <cuda/cuda_support.h>
 
 // The reducer and CUDA streams, over a group of one rank (NCCL in this process if it is built in,
-// Gloo otherwise). All waits have to be made by streams, for every backend.
+// Gloo otherwise). Streams must make all waits, for every backend.
 
 namespace apex::testing {
 namespace {

@@ -202,7 +202,7 @@ class BatchNormCuda : public ::testing::Test {
     }
   };
 
-  /// A call whose work area is used up to its end; counters have to be zero afterwards.
+  /// A call whose work area is used up to its end; counters must be zero afterwards.
   struct Work {
     Work(const Case& c, int64_t batch)
         : call{Traits<T>::kElement,

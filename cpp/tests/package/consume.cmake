@@ -5,8 +5,8 @@
 #   OPTIONS          further arguments of cmake, separated by |
 #   TARGETS          what to build, separated by | (default: everything)
 #   PROGRAM          what to run, relative to BINARY; none: nothing is run
-#   EXPECT           a regular expression that the program's output has to match
-#   TORCH, STANDARD  for a compiler other than the library's: if the consumer does not build, checks
+#   EXPECT a regular expression that the program's output must match TORCH, STANDARD for a compiler
+#   other than the library's: if the consumer does not build, checks
 #                    whether that compiler can compile this libtorch's headers with this standard, and
 #                    skips the test if it cannot.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Configures a tree for the static library and takes its archive from ARCHIVE instead of compiling
 # it. Installs from there; a consumer, a program that trains and pkg-config then use it. The consumer
-# has to contain the operators, which only static initializers refer to, and must not need a shared
+# must contain the operators, which only static initializers refer to, and must not need a shared
 # apex. Run with cmake -P; needs SOURCE, CONSUME, BINARY, GENERATOR, MAKE_PROGRAM, CXX, ARCHIVE,
 # TORCH, CUDA, READELF and PKG_CONFIG (may be empty).
 set(tree ${BINARY}/tree)

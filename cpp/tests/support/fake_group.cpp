@@ -106,7 +106,7 @@ class MirrorBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override {
-    // Every other rank sends what this rank sends to itself.
+    // Every other rank sends a copy of this rank's message to itself.
     return issue("all-to-all", c10d::OpType::ALLTOALL_BASE, {input}, {output},
                  [input, output, size = size_] {
                    host_alias(output)

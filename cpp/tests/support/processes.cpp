@@ -283,7 +283,8 @@ std::string failures_of(const std::vector<ProcessResult>& results) {
 int free_port() { return OccupiedPort().port(); }
 
 OccupiedPort::OccupiedPort() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  // Not one that the system chooses: it may give that to a connection before a rank listens there.
+  // Not a port that the system chooses: it may give that port to a connection before a rank listens
+  // there.
   std::mt19937 random(std::random_device{}());
   std::uniform_int_distribution<int> ports(10000, 28000);
   auto address = loopback();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Ranks of one process that share a store and call no collective: tests what they write there.
+/// Ranks of one process that share a store and call no collective, to test their use of the store.
 
 #include <chrono>
 #include <cstdint>

@@ -92,7 +92,7 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
   void drop(uint64_t seq);
   /// Every pending and every later collective fails with `message` on every rank.
   void abort(const std::string& message);
-  /// `rank` will issue no more collectives: those that need it fail immediately.
+  /// `rank` will issue no more collectives: collectives that need it fail immediately.
   void leave(int rank);
 
   // --- memory ---

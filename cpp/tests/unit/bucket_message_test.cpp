@@ -516,7 +516,7 @@ TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
   }
 }
 
-// A rank that cannot take part sends this in place of its message, which may still be in use.
+// A rank that cannot take part sends this instead of its message, which may still be in use.
 TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
@@ -867,8 +867,7 @@ TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
   }
 }
 
-// Autograd creates zeros without memory. They have to be replaced by a gradient that can be
-// written.
+// Autograd creates zeros without memory. They must be replaced by a gradient that can be written.
 TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     for (const bool views : {false, true}) {

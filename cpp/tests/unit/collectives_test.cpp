@@ -440,7 +440,7 @@ struct RecordedGroup {
   }
 };
 
-// Ranks have to meet to create a channel; a rank that tries it alone waits indefinitely.
+// Ranks create a channel together; a rank that tries it alone waits indefinitely.
 TEST(CollectiveIssue, NotContiguous_DoesNotMeetForAChannel) {
   using Calls = std::vector<std::string>;
   const at::Tensor tensor = at::zeros({4, 4});

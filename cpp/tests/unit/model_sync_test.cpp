@@ -378,7 +378,7 @@ TEST(BroadcastCoalesced, ManyTensors_TravelInMessagesOfTheGivenSize_OneThatIsLar
 }
 
 // A forward whose backward is pending may have saved an unchanged tensor. For a changed one
-// autograd has to raise an error.
+// autograd must raise an error.
 TEST(BroadcastCoalesced, OnlyWhatHasChanged_IsWritten_AndAutogradSeesThat) {
   run_ranks(2, [&](int rank, const Group& group) {
     const at::Tensor same = at::tensor({1.0, double{NAN}, -0.0});

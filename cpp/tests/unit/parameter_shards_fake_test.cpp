@@ -39,7 +39,7 @@ struct Sharded {
     shards = std::make_unique<ParameterShards>(parameters, group, std::vector<double>{}, false);
   }
 
-  /// Adds one to what this rank steps.
+  /// Adds one to this rank's pieces.
   void step() {
     shards->take_gradients();
     for (const at::Tensor& tensor : shards->tensors()) tensor.add_(1);

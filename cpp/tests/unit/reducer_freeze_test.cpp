@@ -56,8 +56,8 @@ class ReducerFreeze : public ::testing::TestWithParam<std::tuple<int64_t, bool>>
   void run(const std::vector<std::vector<Frozen>>& by_step) const {
     run_ranks(kWorld, [&](int rank, const Group& group) {
       ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
-      // One that never gets a gradient, so that every backward has to check parameters outside the
-      // plan.
+      // A parameter that never gets a gradient, so that every backward must check parameters
+      // outside the plan.
       auto parameters = model.parameters;
       parameters.push_back({"unused", at::ones({3}).requires_grad_()});
       Reducer reducer(parameters, {group}, options());
@@ -155,7 +155,7 @@ TEST_P(ReducerFreeze, InTheFirstBackward_EveryRankThrows_AndAllCanGoOn) {
   run({{{}, {3}, {}}, {{3}, {3}, {}}, none, none});
 }
 
-/// The plan is discarded for another reason while ranks differ in what they train.
+/// The plan is discarded for another reason while ranks train different parameters.
 TEST_P(ReducerFreeze, RebuiltAndFrozenAlike_NextBackwards_AreRight) {
   run_ranks(kWorld, [&](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);

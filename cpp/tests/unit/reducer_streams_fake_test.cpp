@@ -685,7 +685,7 @@ TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
   }
 }
 
-// See Note [Backends that hold what they have reduced].
+// See Note [Backends that keep references to reduced tensors].
 TEST(FakeNccl, GradientsThatAreKept_WhileTheBackendHoldsThem_AreReducedInPlace) {
   fake::detector().reset();
   fake::MirrorRules rules;

@@ -15,7 +15,7 @@
 #include "reducer/averaging.h"
 #include "reducer/reduction.h"
 
-// Another way to reduce a bucket is a class of its own; no other code has to know it.
+// Another way to reduce a bucket is a separate class; no other code depends on it.
 
 namespace apex::parallel {
 namespace {

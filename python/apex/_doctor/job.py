@@ -31,7 +31,7 @@ from apex._doctor.rules import PREVENTS_GLOO
 from apex._doctor.self_test import SelfTest
 from apex._internal.objects import all_gather_object
 
-#: On one host, all pairs are measured up to this number of ranks. Beyond it, none is.
+#: On one host, all pairs are measured up to this number of ranks, and no pair with more ranks.
 MOST_LOCAL_RANKS = 8
 #: Between hosts. Beyond 64 hosts not every pair is measured, but every host is.
 MOST_ROUNDS = 63
@@ -178,8 +178,8 @@ def _agree(
 ) -> tuple[Sequence[Record], Plan | None, str | None]:
     """Exchange records and a plan.
 
-    Returns the records (on rank 0), the plan or None, and a reason if there is no plan or a
-    conflict.
+    Returns the records (on rank 0), the plan or None, and a reason if there is no plan or if there
+    is a conflict.
     """
     leads, conflict = _join(store, mine.facts, world)
     _put(store, f"record/{mine.facts.place.rank}", mine)

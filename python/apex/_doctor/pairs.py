@@ -43,7 +43,7 @@ class Slow:
         ranks: two ranks for a pair, one for a slow rank.
         quantity: ``"bandwidth"`` (in bytes per second) or ``"latency"`` (in seconds).
         value: of the pair; for a rank, of its best pair.
-        median: of the pairs that the value is compared with.
+        median: of the pairs with which the value is compared.
     """
 
     ranks: tuple[int, ...]
@@ -121,7 +121,7 @@ def _slow(
         own = [value_of(pair) for pair in pairs if rank in pair.ranks]
         others = [value_of(pair) for pair in pairs if rank not in pair.ranks]
         # Not the median of all pairs: with three hosts, two of the three pairs include the slow
-        # one.
+        # host.
         if len(own) > 1 and others and is_slow(best(own), statistics.median(others)):
             found.append(Slow((rank,), quantity, best(own), statistics.median(others)))
     slow_ranks = {rank for one in found for rank in one.ranks}

@@ -188,7 +188,7 @@ def slow_link(case: Case) -> Recommendation | None:
     return Recommendation("slow_link", ", and ".join(phrases), remedy)
 
 
-#: By a part of the reason. Other parts than the first come from cpp/src/comm/host_memory.cpp.
+#: Remedies by a part of the reason. All but the first come from cpp/src/comm/host_memory.cpp.
 NOT_SHARED_REMEDIES = {
     "APEX_HOST_CHANNEL=0": "unset the variable",
     "ulimit -f": "raise the limit of file sizes, ulimit -f unlimited",

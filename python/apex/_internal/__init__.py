@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``apex.amp``, ``apex.fp16_utils`` and ``apex.parallel`` share; it imports none of them."""
+"""Code shared by ``apex.amp``, ``apex.fp16_utils`` and ``apex.parallel``. Imports none of them."""

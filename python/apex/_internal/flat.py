@@ -18,7 +18,7 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views into `coalesced`, ``[elements]``, with the shapes of `bucket`, from its start on."""
+    """Consecutive views into `coalesced`, ``[elements]``, shaped like the tensors in `bucket`."""
     views, offset = [], 0
     for tensor in bucket:
         views.append(coalesced[offset : offset + tensor.numel()].view(tensor.shape))

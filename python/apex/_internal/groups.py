@@ -157,7 +157,7 @@ def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) ->
 
 
 def _other_backend(group: dist.ProcessGroup) -> str | None:
-    """What new_group() needs for the backends of ``group``; None for those of the default group."""
+    """new_group()'s argument for the backends of ``group``; None for those of the default group."""
     own = dist.get_backend_config(group)
     return None if own == dist.get_backend_config() else own
 

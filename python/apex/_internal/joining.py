@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The active join() of this process, for modules that run collectives of their own.
+"""The active join() of this process, for modules with their own collectives.
 
 They announce their collectives here, so that ranks that have run out of data can follow them.
 """

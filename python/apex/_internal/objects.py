@@ -36,7 +36,7 @@ def gather_object(value: Any, to: int, group: dist.ProcessGroup) -> list[Any] | 
 
 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """The bytes of the value, as many on every rank, and how many each rank's value has."""
+    """The value's bytes, padded to one length on all ranks, and the length of each rank's value."""
     device = dist.distributed_c10d._get_object_coll_device(group)
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], device=device)

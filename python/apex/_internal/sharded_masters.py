@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Float32 master weights of which each rank of a ShardedOptimizer holds its pieces.
+"""Float32 master weights. Each rank of a ShardedOptimizer holds its pieces of them.
 
 Note [Sharded master weights]
-At level O2, amp puts a master weight into the optimizer's groups in place of each low-precision
-parameter. A ShardedMaster has the shape of the parameter, and the gradient of the whole parameter,
-so unscaling, overflow checks and clipping are the same on every rank. It has no values: they read
-as nan. The inner optimizer steps its ``piece``, the float32 values of this rank's share. After the
+At level O2, amp replaces each low-precision parameter in the optimizer's groups by a master weight.
+A ShardedMaster has the shape of the parameter, and the gradient of the whole parameter, so
+unscaling, overflow checks and clipping are the same on every rank. It has no values: they read as
+nan. The inner optimizer steps its ``piece``, the float32 values of this rank's share. After the
 step, each rank rounds its pieces into the model's parameters, and the ranks exchange these.
 """
 
@@ -82,7 +82,8 @@ class ShardedMaster(torch.nn.Parameter):
 
 
 def published(parameter: Tensor) -> Tensor:
-    """What all ranks receive after a step: the model's parameter, of a master weight too."""
+    """The tensor that all ranks receive after a step: for a master weight, the model's
+    parameter."""
     return parameter.parameter if isinstance(parameter, ShardedMaster) else parameter
 
 

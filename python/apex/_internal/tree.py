@@ -37,7 +37,7 @@ def _parts(value: Any, movable: bool = True) -> _Parts | None:
     kind = type(value)
     if kind is list or kind is tuple:
         return list(value), kind
-    if isinstance(value, PackedSequence):  # its batch sizes have to stay on the CPU
+    if isinstance(value, PackedSequence):  # its batch sizes must stay on the CPU
         items = [value.data, value.sorted_indices, value.unsorted_indices]
         return items, lambda new: PackedSequence(new[0], value.batch_sizes, new[1], new[2])
     if isinstance(value, (tuple, frozenset, set)):
@@ -103,7 +103,7 @@ def map_tensors(
     """A copy of ``value`` in which ``change(tensor)`` replaces each tensor in nested containers.
 
     Containers keep their class. A container in which nothing changes is returned as it is. An
-    object that occurs several times is changed once. Where a container contains itself, the inner
+    object that occurs several times is changed once. If a container contains itself, the inner
     occurrence is left unchanged. ``change_other`` is called for values that are neither tensors nor
     containers, and for dataclasses with a method ``to``.
     """

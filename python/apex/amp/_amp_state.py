@@ -101,7 +101,7 @@ def find_stash(optimizer: Any) -> OptimizerStash | None:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield every parameter that `optimizer` updates: float32 masters where they exist.
+    """Yield every parameter that `optimizer` updates: its float32 master weight, if it has one.
 
     Use it for clipping: ``clip_grad_norm_(amp.master_params(optimizer), max_norm)`` between the
     end of ``scale_loss`` and ``optimizer.step()``. Works for :class:`apex.parallel.LARC.LARC`.

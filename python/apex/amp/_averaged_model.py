@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Makes ``torch.optim.swa_utils.AveragedModel`` average float32 values of models at O2.
 
-torch averages ``parameters()`` in their own dtype, where the small steps of an average are rounded
-away. For models with master weights, a replacement of ``update_parameters`` averages the float32
+torch averages ``parameters()`` in their own dtype, in which rounding loses the small steps of an
+average. For models with master weights, a replacement of ``update_parameters`` averages the float32
 values of both models and records the result as the float32 values of the averaged model.
 """
 

@@ -60,8 +60,8 @@ def can_be_undone(optimizer: Any) -> bool:
 def step_unless(skip: torch.Tensor, optimizer: Any, step: Callable[[], Any]) -> Any:
     """Call ``step()``, and undo it on the device if `skip` (one number) is not 0.
 
-    Does not block. The result is bitwise exact: that of ``step()`` without an overflow, and every
-    parameter and state tensor unchanged with one.
+    Does not block. The result is bitwise exact: without an overflow that of ``step()``, and with an
+    overflow the parameters and state from before.
     """
     with torch.no_grad():
         written = [param for param in _parameters(optimizer) if param.grad is not None]

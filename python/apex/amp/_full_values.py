@@ -11,13 +11,13 @@ where it still rounds to the parameter's value. A later write to the parameter t
 precedence, and stale values are never used. Every backward checks this until the first step, and
 again after a load.
 
-Note [What one rank knows alone]
-With several ranks this check is not enough. After a broadcast of the parameters, rank 0's
-remembered values still round to its parameters, and those of the other ranks do not. Rank 0 cannot
-detect the broadcast. The same happens if rank 0 alone loads a model and a wrapper broadcasts it. So
-with several ranks, neither values from before the cast nor values of a model's state are used.
-Master weights start from the parameters, as in Apex, and ranks agree whenever their parameters do.
-Unrounded values come from the optimizer's state, which every rank has to load in any case.
+Note [Values that only one rank has] With several ranks this check is not enough. After a broadcast
+of the parameters, rank 0's remembered values still round to its parameters, and those of the other
+ranks do not. Rank 0 cannot detect the broadcast. The same happens if rank 0 alone loads a model and
+a wrapper broadcasts it. So with several ranks, neither values from before the cast nor values of a
+model's state are used. Master weights start from the parameters, as in Apex, and ranks agree
+whenever their parameters do. Unrounded values come from the optimizer's state, which every rank
+must load in any case.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class FullValue:
 
     def __init__(self) -> None:
         self.master: torch.Tensor | None = None
-        #: From before a cast, or from a model's state: Note [What one rank knows alone].
+        #: From before a cast, or from a model's state: Note [Values that only one rank has].
         self.remembered: torch.Tensor | None = None
         #: A master weight from the optimizer's state.
         self.restored: torch.Tensor | None = None
-        #: The master weight was created with several ranks, without values that only one rank
-        #: knows. If it has more digits than the parameter, the script has written them.
+        #: The master weight was created with several ranks, from values that all ranks know. If it
+        #: differs from the parameter, the script has written to it.
         self.known_to_all = False
         #: Whether the master weight was stepped, and whether nothing was loaded since then.
         self.stepped = self.settled = False
@@ -63,7 +63,7 @@ class FullValue:
         self._parameter_then = _written(parameter)
 
     def note_load(self) -> None:
-        """Record that a state was loaded, so the master weight has to be created again."""
+        """Record that a state was loaded, so the master weight must be created again."""
         self._parameter_then, self.settled = None, False
         if self.master is not None:
             self._master_then = _written(self.master)
@@ -89,8 +89,7 @@ class FullValue:
     ) -> torch.Tensor:
         """A new float32 tensor: the known value where it rounds to `parameter`, else `parameter`.
 
-        With `part`, only of that part. `own` is the part of a master weight of which each rank has
-        a piece.
+        With `part`, only of that part. `own` is this rank's part of a sharded master weight.
         """
         here = part(parameter.detach())
         value = here.float()

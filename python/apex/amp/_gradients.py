@@ -27,7 +27,7 @@ def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) ->
 
 
 def dense_values(grad: torch.Tensor) -> torch.Tensor:
-    """`grad`, or the values of a sparse gradient, which has to be coalesced."""
+    """`grad`, or the values of a sparse gradient, which must be coalesced."""
     return grad._values() if grad.is_sparse else grad
 
 

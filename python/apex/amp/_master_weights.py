@@ -88,7 +88,7 @@ class MasterWeights:
             record.stepped = record.settled = False
             record.known_to_all = several_ranks()
             record.note_agreement(param)
-        # it belongs to another or earlier optimizer, and writes to the parameter since then count
+        # it belongs to another or an earlier optimizer: later writes to the parameter take effect
         else:
             record.settled = False
         assert master is not None
@@ -111,7 +111,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_model(self) -> None:
-        """Copy the model's values into masters that were not stepped since their creation or load.
+        """Copy the model's values into masters that were created or loaded and not stepped since.
 
         A master whose rounding equals the model's value stays: Note [One value, two precisions]. So
         does a master that other code has written. Between scale_loss and step(), a master may be
@@ -152,7 +152,7 @@ class MasterWeights:
         return {index: pair for index, pair in known.items() if is_low_precision(pair[0])}
 
     def save_masters(self, state: dict[str, Any]) -> None:
-        """Add the masters to the optimizer's `state`: Note [What one rank knows alone]."""
+        """Add the masters to the optimizer's `state`: Note [Values that only one rank has]."""
         if self._model_of and several_ranks():
             self.follow_model()
             state[MASTER_WEIGHTS] = {

@@ -102,16 +102,16 @@ class OptimizerStash(MasterWeights):
         Parameters whose id is in `claimed` belong to another optimizer of the context.
 
         Note [Gradients of earlier contexts]
-        Earlier gradients stay where backward adds to them, so that a data-parallel wrapper that has
-        not averaged them yet (no_sync, disable_allreduce) averages the sum. This requires rounding
-        the masters' gradients. With one rank there is no averaging, so the masters' gradients stay
-        in float32, unless they are left scaled or were stepped. Stepped gradients may still be
-        discarded by the context's body, by ``model.zero_grad()`` between forward and backward.
-        After a context, the model's gradient is always the master's, scaled and rounded, or both
-        are None. So clearing or zeroing the model's gradients (``model.zero_grad()``) discards
-        both, and :meth:`follow_discarded` detects it, because only this leaves None or zeros. The
-        exception is small numbers that round to zero, for which :meth:`_note_left` records what
-        was left.
+        Earlier gradients stay in the model's parameters, and backward adds to them. So a
+        data-parallel wrapper that has not averaged them yet (no_sync, disable_allreduce) averages
+        the sum. This requires rounding the masters' gradients. With one rank there is no averaging,
+        so the masters' gradients stay in float32, unless they are left scaled or were stepped.
+        Stepped gradients may still be discarded by the context's body, by ``model.zero_grad()``
+        between forward and backward. After a context, the model's gradient is always the master's,
+        scaled and rounded, or both are None. So clearing or zeroing the model's gradients
+        (``model.zero_grad()``) discards both, and :meth:`follow_discarded` detects it, because only
+        this leaves None or zeros. The exception is small numbers that round to zero: for these,
+        :meth:`_note_left` records the gradients.
         """
         self._others = frozenset(claimed)
         self._claim()

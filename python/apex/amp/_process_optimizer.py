@@ -28,7 +28,7 @@ MAX_CLOSURE_RETRIES = 100
 
 
 def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[[], Any]:
-    """`closure` with casts on. After an overflow it is evaluated again, as the step has begun."""
+    """`closure` with casts on, evaluated again after an overflow, because the step has begun."""
     handle = _amp_state.handle
     casts = handle.casts_enabled if isinstance(handle, AmpHandle) else contextlib.nullcontext
 
@@ -141,7 +141,7 @@ def _with_params(
 
 
 def _state_of_model(optimizer: Any, stash: OptimizerStash) -> Any:
-    """``__getstate__`` of the optimizer, with the model's parameters in place of masters.
+    """``__getstate__`` of the optimizer, with the model's parameters instead of masters.
 
     The next scale_loss can then create masters for an unpickled optimizer, or for a copy made
     without ``copy.deepcopy``. The masters' values are saved with the model.
@@ -273,7 +273,7 @@ def _load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         params = [param for group in self.param_groups for param in group["params"]]
         if any(gets_master(param) for param in params):
             around = [find_stash(o) for o in _amp_state.optimizers if _has_groups_of(o, self)]
-            for stash in filter(None, around):  # a Lookahead's, which puts masters into the groups
+            for stash in filter(None, around):  # creates the masters of a Lookahead around it
                 stash.lazy_init()
             if not around:
                 adopt(self)

@@ -19,9 +19,9 @@ class ScalerByHand:
 
     Note [The buffer of a script]
     ``_overflow_buf`` is the buffer that the functions of ``amp_C`` set. A script that reduces
-    gradients itself assigns its own buffer before ``update_scale()``. Its value counts as an
-    overflow that the scaler has found, with the value that each rank's script has put there. As in
-    Apex, the next ``scale_loss`` of this scaler clears it.
+    gradients itself assigns its own buffer before ``update_scale()``. Its value counts like an
+    overflow that the scaler has found; each rank uses the value of its own script. As in Apex, the
+    next ``scale_loss`` of this scaler clears it.
     """
 
     dynamic: bool
@@ -111,7 +111,7 @@ class ScalerByHand:
             self._note_overflow(self._buffer.reshape(-1))
 
     def _begin_iteration(self) -> None:
-        """Clear what a script has left from the previous iteration."""
+        """Clear the value that a script has set in the previous iteration."""
         self._decided = None
         if self._buffer is not None:
             self._buffer.zero_()

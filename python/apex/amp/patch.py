@@ -2,11 +2,11 @@
 """Wrappers that cast arguments, and a registry that installs and removes them.
 
 Note [Autocast is the switch]
-Level O1 enables ``torch.autocast`` for the thread that called ``initialize``. It patches the
-functions whose behavior in Apex autocast does not have (most of them on the CPU, few on CUDA), or
-which need the parameter cache. Every wrapper checks whether autocast is on for the device of a
-tensor. So ``disable_casts``, ``torch.autocast(..., enabled=False)``, activation checkpointing
-(whose recomputation restores the autocast state of the forward) and libraries that check
+Level O1 enables ``torch.autocast`` for the thread that called ``initialize``. It patches functions
+that autocast does not cast as Apex does (most of them on the CPU, few on CUDA), and functions that
+need the parameter cache. Every wrapper checks whether autocast is on for the device of a tensor. So
+``disable_casts``, ``torch.autocast(..., enabled=False)``, activation checkpointing (whose
+recomputation restores the autocast state of the forward) and libraries that check
 ``torch.is_autocast_enabled`` all agree. Autocast's own weight cache is off, because a copy made
 under ``no_grad`` would be used in training and lose the gradient.
 """
@@ -327,8 +327,8 @@ _NOT_PATCHED = {*defaults.PROMOTED_BY_TORCH, *defaults.SEQUENCES_PROMOTED_BY_TOR
 def _install_lists(handle: AmpHandle, patches: PatchSet) -> None:
     """Patch the functions in the lists.
 
-    A function that promotes, or that a script has moved to another list or removed, runs with casts
-    off inside. Otherwise autocast would apply its own lists.
+    Casts are off inside a function that promotes, or that a script has moved to another list or
+    removed. Otherwise autocast would apply its own lists.
     """
     registered = {(id(module), name) for module, name, _ in handle._registered}
     for overrides, unchanged in zip(_OVERRIDES, _DEFAULTS, strict=True):

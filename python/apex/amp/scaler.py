@@ -97,8 +97,8 @@ class LossScaler(ScalerByHand):
         self._max_loss_scale = max_loss_scale
         #: Counts changes of the scale, to identify the scale of gradients that were left scaled.
         self._generation = 0
-        #: The number of open scale_loss contexts, and the optimizers whose overflow check they
-        #: leave to the outermost context.
+        #: The number of open scale_loss contexts, and the optimizers whose overflow the outermost
+        #: context checks.
         self.contexts = 0
         self.to_check: list[Any] = []
         #: Optimizers of contexts with ``delay_overflow_check`` whose overflow is not evaluated yet.

@@ -63,7 +63,7 @@ def scale_loss(
     Gradients of earlier contexts are kept, and backward adds to them. On exit, the gradients of the
     optimizers' parameters (or of their masters) are unscaled and the scale is adapted. After an
     overflow, the next ``step()`` of each optimizer does nothing. The overflow flag is first
-    combined over the ranks, so all ranks skip or none does, and all use one scale. With a dynamic
+    combined over the ranks, so either all ranks skip or none, and all use one scale. With a dynamic
     scale, every rank of the group must therefore exit the same number of these contexts.
 
     Args:
@@ -76,7 +76,7 @@ def scale_loss(
         delay_unscale: leave the gradients scaled, for a later context without it. Until then,
             ``step()`` raises RuntimeError.
         delay_overflow_check: neither adapt the scale nor skip. The next context of the same
-            ``loss_id`` without it, or the next step, counts the overflow of this one.
+            ``loss_id`` without this option, or the next step, counts its overflow.
 
     Raises:
         RuntimeError: before ``initialize``, for an unknown `loss_id`, inside another context of the
@@ -84,8 +84,8 @@ def scale_loss(
         TypeError: `loss` or `optimizers` has another type.
 
     If the scale is dynamic, waits for the device once. It does not wait if every optimizer is on an
-    accelerator and is one of torch's fused optimizers, or a capturable one that has made its first
-    step. No overflow message is printed then.
+    accelerator and is one of torch's fused optimizers, or a capturable optimizer that has made its
+    first step. No overflow message is printed then.
     """
     del model
     if not isinstance(loss, torch.Tensor):

@@ -23,7 +23,7 @@ from .fp16util import (
 
 
 class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
-    """Wrap `init_optimizer` so that it updates float32 masters of low-precision parameters.
+    """Wrap `init_optimizer` so that it updates float32 master weights of low-precision parameters.
 
     Call ``optimizer.backward(loss)`` instead of ``loss.backward()``. For new scripts,
     :func:`apex.amp.initialize` is the better choice.
@@ -33,7 +33,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
             ``param_groups`` hold the masters from now on.
         static_loss_scale: the loss scale, unless dynamic.
         dynamic_loss_scale: adapt the scale and skip steps that overflow. All ranks of the
-            attribute ``overflow_group`` skip together, so each of them has to call
+            attribute ``overflow_group`` skip together, so each of them must call
             :meth:`update_master_grads` the same number of times.
         dynamic_loss_args: keyword arguments of the dynamic scaler (``init_scale``,
             ``scale_factor``, ``scale_window``, ``min_loss_scale``, ``max_loss_scale``).

@@ -137,7 +137,7 @@ def multi_tensor_l2norm(
 
     Without `per_tensor` the second result is empty. An empty list has norm 0. The results are
     float32, or float64 if one of the tensors is, on the device of the first tensor. `overflow_buf`
-    is set to 1 if the norm is inf or nan, also if it overflows for finite values.
+    is set to 1 if the norm is inf or nan, even if it overflows for finite values.
     """
     del chunk_size
     (members,) = _lists(tensor_lists, 1, "multi_tensor_l2norm")

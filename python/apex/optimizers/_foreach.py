@@ -3,7 +3,7 @@
 
 Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here,
 low-precision parameters are cast to float32 for the update and rounded once at its end. Their state
-is kept in float32. Apex rounds it to the parameter's dtype after every step.
+is kept in float32, while Apex rounds it to the parameter's dtype after every step.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The base of the aliases of torch's fused optimizers.
 
-Note [What fused kernels take]
-torch's fused kernels iterate over memory. They combine the elements of parameter, gradient and
-state at the same memory offset (not at the same index), for the parameter's number of elements, and
-read all of them in one dtype. On the CPU, nothing checks this layout. So a kernel gets a working
-copy of each tensor that it would read incorrectly: a dense copy of a parameter with gaps (a slice
-of a larger tensor), a float32 copy of a low-precision parameter that must be updated in float32,
-and copies of gradients and state with the parameter's strides and dtype. Afterwards the copies are
-written back.
+Note [Layouts of fused kernels] torch's fused kernels iterate over memory. They combine the elements
+of parameter, gradient and state at the same memory offset (not at the same index), for the
+parameter's number of elements, and read all of them in one dtype. On the CPU, nothing checks this
+layout. So a kernel gets a working copy of each tensor that it would read incorrectly: a dense copy
+of a parameter with gaps (a slice of a larger tensor), a float32 copy of a low-precision parameter
+that must be updated in float32, and copies of gradients and state with the parameter's strides and
+dtype. Afterwards the copies are written back.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ._state import refuse_gradients, wide_type
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
-#: Group entries that determine what the optimizer computes, and with which kernels. The constructor
-#: (or ``add_param_group``) sets them, and loading a state does not change them.
+#: Group entries that select the optimizer's algorithm and its kernels. The constructor (or
+#: ``add_param_group``) sets them, and loading a state does not change them.
 _DECIDED_BEFORE_LOADING = (
     "amsgrad",
     "capturable",
@@ -37,14 +36,14 @@ _DECIDED_BEFORE_LOADING = (
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Whether elements of `tensor` overlap, or foreign elements lie between them."""
+    """Whether elements of `tensor` overlap, or elements of another tensor lie between them."""
     if tensor.is_contiguous():
         return False
     return torch.empty_like(tensor, device="meta").stride() != tensor.stride()
 
 
 class WorkingCopies:
-    """Copies that a kernel uses instead of the tensors: Note [What fused kernels take]."""
+    """Copies that a kernel uses instead of the tensors: Note [Layouts of fused kernels]."""
 
     def __init__(self) -> None:
         self._originals: list[Tensor] = []
@@ -175,8 +174,8 @@ def from_apex(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[s
     """Convert `state`, saved by this class, torch's or Apex's, to torch's layout for `optimizer`.
 
     Apex keeps the number of steps only in the group, and does not have torch's settings. torch
-    keeps it only with the parameters. The settings of `optimizer` that determine what it computes,
-    and with which kernels, do not change. Numbers and a script's own entries come from the state.
+    keeps it only with the parameters. Settings of `optimizer` that select its algorithm and its
+    kernels do not change. Numbers and a script's own entries come from the state.
     """
     entries = {index: dict(entry) for index, entry in state["state"].items()}
     groups = []

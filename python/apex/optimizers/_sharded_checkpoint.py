@@ -3,11 +3,11 @@
 
 Note [Pieces as boxes]
 A piece is a run of a parameter's elements in memory order. DCP stores chunks of a tensor as boxes,
-with an offset and a size in each dimension. A run is the rest of a row, whole rows, and the
-beginning of a row, where rows have further dimensions. So a piece is at most 2 n - 1 boxes of a
-tensor with n dimensions, and each box is a view of the piece. The saved tensors have the names and
-shapes of the plain optimizer's state. The plain optimizer, and a ShardedOptimizer of any number of
-ranks, load them as DCP loads any tensor.
+with an offset and a size in each dimension. A run consists of the end of a row, whole rows, and the
+beginning of a row; in more dimensions, the two partial rows are split in the same way. So a piece
+is at most 2 n - 1 boxes of a tensor with n dimensions, and each box is a view of the piece. The
+saved tensors have the names and shapes of the plain optimizer's state. The plain optimizer, and a
+ShardedOptimizer of any number of ranks, load them as DCP loads any tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def boxes_of(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
 
 
 class TensorPiece(Tensor):
-    """A tensor of which this rank has a piece: Note [Pieces as boxes].
+    """A tensor that this rank has a piece of: Note [Pieces as boxes].
 
     It implements torch's ``_Checkpointable``, and no operation except those of asynchronous saves.
 
@@ -152,7 +152,7 @@ def _target(path: tuple[Any, ...], entry: TensorStorageMetadata, part: bool | Pa
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads the entries of one name that are wanted. The checkpoint says which ones exist."""
+    """Reads the wanted entries of one name. The checkpoint determines which entries exist."""
 
     def __init__(self, name: str, wanted: Wanted) -> None:
         super().__init__()

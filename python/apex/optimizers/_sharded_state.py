@@ -27,10 +27,10 @@ def _to_cpu(value: Any) -> Any:
 class ShardedState(torch.optim.Optimizer):
     """The part of ShardedOptimizer that saves and loads."""
 
-    #: All ranks that train the model, and those that share the work with this one.
+    #: All ranks that train the model, and the ranks among which the work is split.
     _replicas: dist.ProcessGroup
     _group: dist.ProcessGroup
-    #: The ranks of each host if each host steps all parameters. The first host's save them.
+    #: The ranks of each host if each host steps all parameters. The first host saves them.
     _hosts: list[list[int]]
     _shares: Any
     #: Settings that steps change. Some optimizers count their steps in a group that they step.
@@ -38,7 +38,7 @@ class ShardedState(torch.optim.Optimizer):
     _has_state: bool
     #: A step has failed on this rank.
     _failed: bool
-    #: From consolidate_state_dict(), with the groups' settings that go with it.
+    #: The result of consolidate_state_dict(), with the settings of the groups at that time.
     _whole_state: dict[int, Any] | None
     _whole_settings: list[dict[str, Any]]
 
@@ -76,7 +76,7 @@ class ShardedState(torch.optim.Optimizer):
         if to is not None and self._hosts:
             here = next(of for of in self._hosts if dist.get_rank(self._replicas) in of)
             if to not in here:
-                return  # the ranks of its host have everything
+                return  # the ranks of its host have the whole state
             to = here.index(to)
         pieces_here = [
             (place, span, {k: _to_cpu(v) for k, v in held.items()})
@@ -213,7 +213,7 @@ class ShardedState(torch.optim.Optimizer):
         self._refuse_failed()
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
-        # Every host has everything, and may be cut otherwise: the first one's ranks save.
+        # Every host has the whole state, split in its own way, so only the first host saves it.
         saves = not self._hosts or dist.get_rank(self._replicas) in self._hosts[0]
         state = {
             place: {
@@ -239,8 +239,8 @@ class ShardedState(torch.optim.Optimizer):
     def load_sharded_state_dict(self, checkpoint: Any, name: str = "optimizer") -> None:
         """Load this rank's part of a checkpoint of ``torch.distributed.checkpoint``. Collective.
 
-        Each rank reads what it steps, from the state of a ShardedOptimizer with any number of
-        ranks, or of the plain optimizer.
+        Each rank reads the state of its own pieces, saved by a ShardedOptimizer with any number of
+        ranks, or by the plain optimizer.
 
         Args:
             checkpoint: its folder, or a ``torch.distributed.checkpoint.StorageReader``.
@@ -338,7 +338,7 @@ def _in_its_order(parameter: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_piece(value: Any, span: tuple[int, int]) -> bool:
-    """Whether an entry of a piece's state has an element for each of the piece's."""
+    """Whether an entry of a piece's state has one element per element of the piece."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == span[1] - span[0]
 
 

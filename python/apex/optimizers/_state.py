@@ -71,7 +71,7 @@ class WideState(torch.optim.Optimizer):
                 if not isinstance(value, Tensor) or not value.is_floating_point():
                     continue
                 if name == "step":
-                    # Of a type and on a device that torch knows, but shared with the source.
+                    # Of a type and on a device that torch supports, but shared with the source.
                     self.state[param][name] = self.state[param][name].clone()
                 else:
                     self.state[param][name] = value.detach().to(

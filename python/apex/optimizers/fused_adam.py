@@ -146,7 +146,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             params.append(param)
             grads.append(working.like(member.grad, param, written=grad_scale is not None))
             for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
-                # The copies are kept as the state, for example after a change of the memory format.
+                # A copy becomes the state, for example after a change of the memory format.
                 state[name] = working.like(state[name], param, written=False)
                 moments.append(state[name])
             steps.append(state["step"])
@@ -189,7 +189,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, of torch's, or of Apex's class of the same name.
 
-        Options that determine what a step computes (``adam_w_mode``, ``maximize``) or how
+        Options that select the algorithm (``adam_w_mode``, ``maximize``) or the kernels
         (``capturable``) are not loaded. Maxima of ``amsgrad`` are ignored.
         """
         super().load_state_dict(state_dict)

@@ -25,9 +25,9 @@ class FusedLAMB(ForeachOptimizer):
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + w * p
         p <- p - lr * |p| / |u| * u
 
-    The ratio of the norms is replaced by 1 if one of them is zero, and, without `use_nvlamb`, in
-    groups without weight decay. Computed with torch's foreach operators. Low-precision parameters
-    are updated in float32, and their m and v are float32.
+    The ratio of the norms is replaced by 1 if one of them is zero, and in groups without weight
+    decay unless `use_nvlamb` is set. Computed with torch's foreach operators. Low-precision
+    parameters are updated in float32, and their m and v are float32.
 
     Args:
         params: parameters, or groups of them; real and dense, of any floating-point dtype.
@@ -100,8 +100,8 @@ class FusedLAMB(ForeachOptimizer):
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
     def _normed(self) -> list[list[Tensor]]:
-        """The parameters to clip together. A ShardedOptimizer replaces this by those of all
-        ranks."""
+        """The parameters to clip together. A ShardedOptimizer replaces this by the parameters of
+        all ranks."""
         return [group["params"] for group in self.param_groups]
 
     def _clipping_divisor(self) -> Tensor | None:

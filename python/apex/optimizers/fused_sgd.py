@@ -83,7 +83,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, of torch's, or of Apex's class of the same name.
 
-        Options that determine what a step computes (``maximize``) or how are not loaded.
+        Options that select the algorithm (``maximize``) or the kernels are not loaded.
         """
         super().load_state_dict(from_apex(self, state_dict))
 
@@ -91,10 +91,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     #
     # A first step sets the momentum to the gradient, without dampening. torch's kernel takes one
     # flag for this, for all tensors of a call. Its momenta are uninitialized memory until the
-    # kernel writes them, which it does not if the step is skipped. So parameters with and without
-    # momentum are passed in two calls, and while some have none, the host reads the flag. (Initial
-    # zeros would work only without dampening. The kernel would dampen the gradient, because for it
-    # the next step is not the first.)
+    # kernel writes them, and a skipped step does not write them. So parameters with and without
+    # momentum are passed in two calls, and while a parameter has no momentum, the host reads the
+    # flag. (Initial zeros would work only without dampening: the kernel would dampen the gradient,
+    # because it would not treat the next step as the first.)
 
     def _lacks_momentum(self, param: Tensor) -> bool:
         return self.state.get(param, {}).get("momentum_buffer") is None

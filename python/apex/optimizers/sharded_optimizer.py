@@ -41,9 +41,9 @@ from .fused_sgd import FusedSGD
 # (_core.ParameterShards). Before a step, the settings of the groups are copied to the inner
 # optimizer. Afterwards, its changes are copied back (some optimizers count their steps in a group).
 #
-# Parameters added later are sharded separately, so that stepped parameters stay where their state
-# is. All are published together, so that after a failure all have their values from before the
-# step.
+# Parameters added later are sharded separately, so that stepped parameters stay on the rank with
+# their state. All parameters are published together, so that after a failure all have their values
+# from before the step.
 
 #: Optimizers whose step of an element depends only on that element, so parameters can be split.
 ELEMENTWISE: frozenset[Any] = frozenset(
@@ -110,9 +110,9 @@ class _Shares:
         self.given: list[Tensor] = []
         self.parameters: list[Tensor] = []
         self.kinds: list[tuple[Any, ...]] = []
-        #: What this rank steps, each with its piece.
+        #: The tensors that this rank steps, with their pieces.
         self.own: list[tuple[Tensor, Piece]] = []
-        #: Sharded master weights, this rank's pieces of them, and what these are rounded into.
+        #: Sharded master weights, this rank's pieces of them, and the pieces' rounding targets.
         self.masters: list[tuple[ShardedMaster, Tensor, Tensor]] = []
 
     def add(self, groups: list[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ class _Shares:
             self.own.append((tensor, piece))
 
     def take_master(self, index: int, master: ShardedMaster, inner: torch.optim.Optimizer) -> None:
-        """Step `master` in place of parameter `index`, which has no state yet."""
+        """Step `master` instead of parameter `index`, which has no state yet."""
         self.given[index] = master
         for i, (tensor, piece) in enumerate(self.own):
             if piece[0] != index:
@@ -202,8 +202,8 @@ class ShardedOptimizer(ShardedState):
     Each rank steps its share of the parameters and receives the other shares from the ranks that
     have stepped them; processes of one host use shared memory. So n ranks do the work of one
     optimizer once instead of n times, and each keeps 1/n of its state. Every rank has all
-    gradients, as DistributedDataParallel leaves them. Clipping, loss scaling, accumulation, hooks
-    and schedulers therefore work as with the plain optimizer. The signature is that of
+    gradients, as after a backward of DistributedDataParallel. Clipping, loss scaling, accumulation,
+    hooks and schedulers therefore work as with the plain optimizer. The signature is that of
     ``torch.distributed.optim.ZeroRedundancyOptimizer``, so only the import changes::
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
@@ -225,7 +225,7 @@ class ShardedOptimizer(ShardedState):
 
     Args:
         params: parameters, groups, or pairs of name and parameter, as for every optimizer; the
-            same on every rank. Strided, on any device that the group has a backend for. The
+            same on every rank. Strided, on any device for which the group has a backend. The
             constructor broadcasts rank 0's values.
         optimizer_class: the class of the optimizer, or a function ``(params, **defaults)``.
         process_group: the ranks that train the model; default: that of ``ddp``, or the default
@@ -239,10 +239,10 @@ class ShardedOptimizer(ShardedState):
             weights of its share only. ``amp.master_params(optimizer)`` then yields tensors with
             complete gradients, for clipping, whose values read as nan; and the model's
             ``state_dict()`` has rounded values.
-        across_hosts: with ranks on several hosts, False: the ranks of each host share the work, so
-            that no parameters travel between hosts; every host steps all parameters, with the same
-            gradients. True: all ranks share it, and each keeps 1/n of the state, n being the
-            number of ranks of all hosts. Default: True if no host has several ranks.
+        across_hosts: with ranks on several hosts, False: the work is split among the ranks of each
+            host, so that no parameters are sent between hosts; every host steps all parameters,
+            with the same gradients. True: it is split among all n ranks, and each keeps 1/n of the
+            state. Default: True if no host has several ranks.
         cost: the relative cost of a parameter's step. Default: the number of its elements; for
             classes named Muon, Shampoo or SOAP, times the smaller side of the matrix.
         **defaults: passed to ``optimizer_class``.
@@ -253,7 +253,7 @@ class ShardedOptimizer(ShardedState):
         RuntimeError: if the ranks hold different parameters, or there is no process group.
 
     Construction, :meth:`step`, :meth:`add_param_group` and :meth:`consolidate_state_dict` are
-    collective: every rank has to call them in the same order. Not thread safe.
+    collective: every rank must call them in the same order. Not thread safe.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class ShardedOptimizer(ShardedState):
             )
         if whole_parameters is None:
             whole_parameters = optimizer_class not in ELEMENTWISE
-        #: The ranks of each host if each host steps all parameters. The first host's save them.
+        #: The ranks of each host if each host steps all parameters. The first host saves them.
         self._hosts: list[list[int]] = []
         self._group = self._sharing_group(across_hosts)
         self._new_shares = functools.partial(
@@ -327,7 +327,7 @@ class ShardedOptimizer(ShardedState):
         self._has_state = False
         #: Settings that steps change. Some optimizers count their steps in a group that they step.
         self._counted: set[str] = set()
-        # the groups' settings that go with _whole_state
+        # the settings of the groups, saved with _whole_state
         self._whole_settings: list[dict[str, Any]] = []
         self._whole_state: dict[int, Any] | None = None  # from consolidate_state_dict()
         self._in_pre_hooks = False
@@ -338,7 +338,7 @@ class ShardedOptimizer(ShardedState):
     # --- the shares ---
 
     def _sharing_group(self, across_hosts: bool | None) -> dist.ProcessGroup:
-        """The ranks that share the work with this one. Collective."""
+        """The ranks among which the work is split. Collective."""
         said = [f"across_hosts={across_hosts}"]
         _core.verify_same_model([], [], said, name_of(self._replicas))
         if across_hosts:
@@ -423,7 +423,7 @@ class ShardedOptimizer(ShardedState):
         return inner  # type: ignore[no-any-return]
 
     def shard_master(self, parameter: Tensor, read: Callable[..., Tensor]) -> Tensor | None:
-        """For apex.amp: the master weight of a parameter, None for one that every rank has."""
+        """For apex.amp: a parameter's sharded master weight; None if every rank has all of it."""
         return ShardedMaster(parameter, read) if self._shards_masters else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -495,9 +495,9 @@ class ShardedOptimizer(ShardedState):
 
         Blocks the host for parameters on the CPU; over NCCL, it is enqueued on the current stream.
         After an error on any rank, the process group can no longer be used, and the parameters have
-        their values from before the step, or all those from after it (with one rank they may have
-        been stepped). Ranks that share memory agree on that. Over NCCL, a later collective raises
-        the error on the other ranks.
+        their values from before the step, or all have their values from after it (with one rank
+        they may have been stepped). Ranks that share memory agree on this. Over NCCL, a later
+        collective raises the error on the other ranks.
 
         Args:
             closure: evaluated first, once.

@@ -21,10 +21,10 @@ from apex._internal.tensor_parts import parts, with_memory
 # broadcast never ends. So the broadcast has the size that the ranks agreed on when they compared
 # their models. It begins with a fingerprint of the sender's current buffers and their size in
 # bytes. A rank whose own buffers have changed sends or receives a placeholder of that size. If the
-# sender's have changed, its buffers follow in a second broadcast. So every rank can compare its
+# sender's buffers have changed, they follow in a second broadcast. So every rank can compare its
 # buffers with the sender's. A rank whose buffers differ raises and releases its engine's
-# connections, which ends backward on the other ranks. On devices other than the CPU, the host would
-# have to wait for the broadcast to compare it, so no comparison takes place there.
+# connections, which ends backward on the other ranks. On devices other than the CPU, nothing is
+# compared, because the host would have to wait for the broadcast.
 
 
 class BuffersDiffer(RuntimeError):

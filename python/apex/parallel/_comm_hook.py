@@ -66,7 +66,7 @@ class GradBucket:
         return [self._in_new_buffer(gradient) for gradient in own]
 
     def _in_new_buffer(self, own: torch.Tensor) -> torch.Tensor:
-        """The view of the new buffer at the position that ``own`` has in the old one."""
+        """The view of the new buffer at the position of ``own`` in the old buffer."""
         if own.numel() == 0:
             return self._buffer.new_empty(own.shape)
         start = (own.data_ptr() - self._own.data_ptr()) // self._own.element_size()
@@ -76,13 +76,13 @@ class GradBucket:
         return flat.as_strided(own.size(), own.stride(), flat.storage_offset())
 
 
-# Note [What the engine may hold]
+# Note [Weak references of the engine]
 #
 # The garbage collector cannot see the references of the engine, which is written in C++. If these
 # led back to the wrapper, which owns the engine, neither would ever be freed. A hook, its state or
 # a callback often refer to the wrapper, for example as a method of a trainer object, or as a module
-# that knows its wrapper. So the engine references the wrapper's hooks weakly, and looks up there
-# what to call. Keep the wrapper alive until a backward with a hook has ended.
+# that knows its wrapper. So the engine references the wrapper's hooks weakly, and looks up the
+# function to call there. Keep the wrapper alive until a backward with a hook has ended.
 
 
 def require_alive(reference: weakref.ref[Any], what: str) -> Any:

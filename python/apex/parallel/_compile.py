@@ -5,10 +5,10 @@ Note [Compiled graphs are split by bucket]
 
 The backward of a compiled graph is one autograd node, whose gradients are all available only at its
 end. No communication could start before that. So torch's compiler splits a graph by the sizes of
-its parameters if a wrapper of torch's class is in its forward while it compiles. It looks up that
-wrapper in a class attribute, and reads ``bucket_bytes_cap`` of the wrapper. Our wrapper sets this
-attribute while it calls its module. The interface is internal to torch and may change. Without it,
-compiled modules still train, but communication starts when a graph's backward ends.
+its parameters if it compiles during the forward of torch's wrapper. It finds the wrapper in a class
+attribute, and reads the wrapper's ``bucket_bytes_cap``. Our wrapper sets this attribute while it
+calls its module. The interface is internal to torch and may change. Without it, compiled modules
+still train, but communication starts when a graph's backward ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bucket_bytes(
     parameters: Iterable[nn.Parameter], message_size: int, bucket_cap_mb: float | None
 ) -> int:
     """The bucket size in bytes, for the compiler. It is at least the size of the compiler's first
-    bucket, below which the compiler raises."""
+    bucket; for a smaller size the compiler raises."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     elements = _options.given_elements(message_size)
     if bucket_cap_mb is not None:

@@ -109,7 +109,7 @@ class Engine:
         options = _core.ReducerOptions()
         for name, value in self._options.reducer.items():
             setattr(options, name, value)
-        # Only the trainable ones: a frozen parameter gets no gradient, so it closes no bucket.
+        # Only trainable parameters: a frozen parameter gets no gradient, so it closes no bucket.
         options.trigger_parameters = [i for i, name in enumerate(names) if name in triggers]
         options.init_sync = init_sync
         options.settings = self._settings()
@@ -152,7 +152,7 @@ class Engine:
 
     def check_replicas_next(self) -> None:
         """Let the next backward compare all of the state of all ranks."""
-        if self.reducer is not None:  # else a copy, whose first backward does so
+        if self.reducer is not None:  # else a copy: its first backward compares all
             self.reducer.check_replicas_next()
 
     def set_static_graph(self) -> None:
@@ -181,7 +181,7 @@ class Engine:
     def device(self) -> torch.device:
         """The device of the communicated tensors: the module's device, for any group.
 
-        A group may have backends for several devices. All ranks have to use the same device.
+        A group may have backends for several devices. All ranks must use the same device.
         """
         devices = (tensor.device for _, tensor in self.named_tensors() if not tensor.is_meta)
         return next(devices, torch.device("cpu"))

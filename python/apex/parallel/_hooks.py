@@ -89,7 +89,7 @@ class Hooks:
         if self.callback is None and self.optimizer is None:
             reducer.set_bucket_callback(None)
             return
-        reference = weakref.ref(self)  # see Note [What the engine may hold]
+        reference = weakref.ref(self)  # see Note [Weak references of the engine]
 
         def run(index: int, members: list[int]) -> None:
             hooks = require_alive(reference, "a bucket callback")

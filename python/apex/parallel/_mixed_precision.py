@@ -214,7 +214,7 @@ class Casts:
                 entry.members[entry.name] = entry.displaced
 
     def keep_changed_buffers(self) -> None:
-        """Copy the values that forward has left in buffers into the module's own, in their
+        """Copy the values of buffers after forward into the module's own buffers, in their
         dtypes."""
         assigned: dict[int, torch.Tensor] = {}  # shared tensors stay shared
         for entry in self._buffers:

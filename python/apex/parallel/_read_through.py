@@ -6,15 +6,15 @@ Note [Attributes of the wrapped module]
 ``model.fc`` of a wrapper is ``model.module.fc``. If the wrapper has an attribute of that name, it
 takes precedence. Three kinds of names are not looked up in the module:
 
-- Names that begin with an underscore. Libraries set marks with such names (``_hf_hook``,
-  ``_orig_mod``), and treat an object that has one as the marked module itself.
+- Names that begin with an underscore. Libraries mark modules by attributes with such names
+  (``_hf_hook``, ``_orig_mod``), and would take the wrapper for the marked module.
 - ``parametrizations``. torch.nn.utils.parametrize uses it to check whether a module is
   parametrized, and then assumes that its class is a generated one.
 - Any name while the module does not exist: in the constructor, and in an object that copy or pickle
   has created but not filled.
 
-Python also calls __getattr__ if a property raises AttributeError, and drops that error. The error
-is raised again here, because the property is the cause and the name is not missing.
+Python also calls __getattr__ if a property raises AttributeError, and drops that error. This code
+raises the error again, because the name exists and the property failed.
 
 A layer or tensor assigned to a name that only the module has would be registered in the wrapper. No
 forward would use it, and its gradient would not be averaged. So this raises an error. Assigning the

@@ -20,7 +20,7 @@ def stall_report() -> str | None:
     reports off. One of the stalled ranks then prints a report to its standard error. It names the
     rank that stalls the others, what that rank is doing (its Python stack, and the gradient that
     its backward computes next), the likely cause, and the remedy. Over NCCL the GPU waits, not the
-    host. A rank is named there if its host has not made the call yet. While all hosts have, nothing
+    host. A report then names a rank only if its host has not made the call yet. Otherwise nothing
     is printed. The logger ``apex.parallel.watch`` receives the same text. Does not block; thread
     safe.
     """

@@ -16,9 +16,9 @@ def with_prefix(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[st
     """Rename the keys of a state dict, the wrapper's or its module's, to those of `wrapper`.
 
     The meaning of a key depends on the names of the module. A module that wraps another module has
-    names of its own that begin with ``module.``. If all keys fit both, they are the wrapper's. Keys
-    that fit neither are treated like the others. They may be keys of older versions, which the
-    module renames while it loads.
+    names of its own that begin with ``module.``. If all keys fit both the wrapper and the module,
+    they are the wrapper's. Keys that fit neither are treated like the other keys. They may be keys
+    of older versions, which the module renames while it loads.
 
     Raises:
         RuntimeError: if some keys fit only the wrapper and some only its module.

@@ -20,8 +20,8 @@ from apex import _core
 # torch.func.functional_call(wrapper, tensors, ...) replaces entries of the module for one forward.
 # They look like replaced parameters, and may even be nn.Parameters. But they belong to the caller,
 # may be computed, may differ between ranks, and are removed after forward. So they do not count as
-# a change of the module, and nothing is written to them. They differ from permanently replaced
-# parameters in that forward runs inside functional_call.
+# a change of the module, and nothing is written to them. Unlike permanently replaced parameters,
+# they exist only while forward runs inside functional_call.
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
@@ -47,8 +47,8 @@ def included_parameters(
 class WatchedModule:
     """The parameters of a wrapper's module, with a cheap check whether they have changed.
 
-    Only the parameters count. If a submodule without parameters was replaced, this is detected but
-    is no change. The wrapper's own entry is watched too, so ``wrapper.module = other`` is detected.
+    Only the parameters count. The replacement of a submodule without parameters is detected, but is
+    no change. The wrapper's own entry is watched too, so ``wrapper.module = other`` is detected.
 
     Args:
         wrapper: referenced weakly.

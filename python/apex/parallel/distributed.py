@@ -55,7 +55,7 @@ __all__ = [
 _NO_RANGE = contextlib.nullcontext()
 
 # The dispatch key that is active while a transform of torch.func runs. Querying torch._C._functorch
-# would initialize thread state that torch copies whenever a backward hands over the thread's state.
+# would initialize thread state, which torch would then copy to every thread of every backward.
 _IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
@@ -96,8 +96,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         allreduce_communicators: ``(groups, streams)``, the communicators that buckets use in turn.
             The streams are not used, because each communicator has its own.
         gradient_average: divide the sum by the number of processes. ``"weighted"``: divide by the
-            sum of the weights of all processes, see :meth:`weight`. If it is not True, gradients
-            must be cleared between two synchronized backwards.
+            sum of the weights of all processes, see :meth:`weight`. If ``gradient_average`` is not
+            True, gradients must be cleared between two synchronized backwards.
         gradient_predivide_factor: multiply by 1/f before the sum and by f/world_size after it.
         gradient_average_split_factor: ignored, as in Apex.
         prof: emit a profiler range around the forward of the wrapper.
@@ -115,10 +115,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             most 1 MiB, as in ``torch``.
         find_unused_parameters: no effect (not needed).
         check_reduction: after each backward, raise on every process if the processes are out of
-            step. They are if some have run one more backward, an unsynchronized backward or an
-            optimizer step that the others have not, so that gradients of different steps were
-            averaged. None, the default, is True where the check is free: for parameters on the CPU.
-            On other devices the host waits for it.
+            step: some have run an additional backward, an unsynchronized backward or an optimizer
+            step that the others have not, so gradients of different steps were averaged. None, the
+            default, is True where the check is free: for parameters on the CPU. On other devices
+            the host waits for it.
         gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
             memory.
         static_graph: promise that the set of parameters that get a gradient does not change after
@@ -134,8 +134,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
             once the bucket plan is recorded).
         bucket_cap_mb_list: sizes in MiB, instead of ``bucket_cap_mb``. The first number is the size
-            of the first bucket, and the largest one that of all others. To choose the size of each
-            bucket, use :meth:`load_bucket_plan`.
+            of the first bucket, and the largest number is the size of all other buckets. To choose
+            the size of each bucket, use :meth:`load_bucket_plan`.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: after a backward in which any process contributed an infinity or a NaN, raise
@@ -172,7 +172,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     ``model.fc`` is ``model.module.fc``. Names that begin with an underscore are excluded. To set
     such an attribute, use ``model.module``.
 
-    Construction, forward and backward are collective: every process of the group has to take part.
+    Construction, forward and backward are collective: every process of the group must take part.
     Construction blocks until all processes have joined. Not thread safe.
     """
 
@@ -464,8 +464,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Context in which backward does not communicate: gradients accumulate in this process.
 
         The next synchronized backward includes the accumulated gradients. The context affects
-        backward, not forward. It may be nested and may be left by an exception. Every process has
-        to enter it for the same backwards.
+        backward, not forward. It may be nested and may be left by an exception. Every process must
+        enter it for the same backwards.
         """
         before = self.require_backward_grad_sync
         self.disable_allreduce()
@@ -678,7 +678,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 Scalers of ``apex.amp`` are always synchronized.
 
         Each forward and each backward is announced to the others by a small all-reduce, for which
-        the host waits. In each step, all processes with data have to run the same forwards and
+        the host waits. In each step, all processes with data must run the same forwards and
         backwards. The module's only collectives may be those of SyncBatchNorm over all processes,
         outside of checkpointed segments.
 
@@ -817,9 +817,9 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """How much communication the last backward recorded by :meth:`record_overlap` has hidden.
 
         ``print(model.overlap_report())`` prints a table with a row per bucket. None if no backward
-        was recorded yet. With an :class:`OverlappedOptimizer`, the last backward is the one whose
-        buckets have all been waited for. On a GPU, the host waits until that backward is complete.
-        Not thread safe.
+        was recorded yet. With an :class:`OverlappedOptimizer`, a backward counts after its last
+        bucket was waited for. On a GPU, the host waits until that backward is complete. Not thread
+        safe.
         """
         report = self._reducer.overlap_report()
         timeline = self._engine.hooks.timeline
@@ -833,12 +833,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         return OverlapReport(**report, rank=rank, buckets=buckets, spans=spans)
 
     def straggler_report(self) -> StragglerReport:
-        """How long each process takes for its part of a step, and which one the others wait for.
+        """How long each process takes for its part of a step, and which process delays the others.
 
         ``print(model.straggler_report())`` prints a table with a row per rank. For a straggler it
-        shows whether the time is lost before or in backward, and between the gradients of which
-        parameters. It is always on and the same on every rank. It covers the last 256 synchronized
-        backwards with a bucket plan, which all but the first one have. It has no ranks if no such
+        shows whether the time is lost before backward or in it, and between which parameters'
+        gradients. It is always on and the same on every rank. It covers the last 256 synchronized
+        backwards with a bucket plan; all except the first have one. It has no ranks if no such
         backward was counted, with one process, and on GPUs without ``check_reduction=True`` or
         ``on_failure="skip"``, where ranks do not read each other's reports. Does not block.
         """
@@ -852,10 +852,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Norms by process, gradient noise scale and outliers of the last measured backward.
 
         Requires ``gradient_statistics=True``. The result is the same on every process. It describes
-        the last synchronized backward that averaged gradients, also if an error about them
+        the last synchronized backward that averaged gradients, even if an error about them
         (``check_finite``) ended it; None if there was none. A parameter that a process did not use
-        counts as zero in the norm of that process, even if an older gradient is still there. When
-        a parameter is used for the first time, its gradient is reduced outside of the plan, and
+        counts as zero in the norm of that process, even if it still has an older gradient. When a
+        parameter is used for the first time, its gradient is reduced outside of the plan, and
         counts only in ``norm``. With loss scaling, norms are those of the scaled loss.
 
         Raises:
@@ -886,8 +886,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
         With ``gradient_statistics=True`` the norm is known on the CPU, and no pass over the
         gradients is needed unless they were changed after backward. Changes (for example by
-        unscaling) are detected, except single elements that were changed through ``.data``. Changed
-        gradients, or no such option, lead to torch's function.
+        unscaling) are detected, except single elements that were changed through ``.data``. For
+        changed gradients, or without the option, this calls torch's function.
 
         Returns:
             The norm before clipping, ``[]``, in float32 or the gradients' dtype.
@@ -905,8 +905,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     ) -> Any:
         """Like ``nn.Module``'s, for keys with or without the prefix ``module.``.
 
-        Every process has to load the same state, because nothing is communicated here. Where
-        replicas are compared (``replica_check_every``), the next backward compares all of it.
+        Every process must load the same state, because nothing is communicated here. If replicas
+        are compared (``replica_check_every``), the next backward compares the whole state.
 
         Raises:
             RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in

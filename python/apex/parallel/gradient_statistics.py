@@ -22,7 +22,7 @@ class ParameterNorms:
         name: as in ``named_parameters()`` of the wrapped module.
         bucket: the bucket's index in launch order; None if the gradient was reduced outside of the
             plan, or not at all.
-        norm: of the gradient that backward has left; NaN if the step was skipped.
+        norm: of the gradient after backward; NaN if the step was skipped.
         own: of this process's gradient before the average, without its weight.
     """
 
@@ -40,7 +40,7 @@ class GradientStatistics:
 
     Attributes:
         backward: the number of the backward, from 1.
-        norm: of the gradients that backward has left; NaN if the step was skipped.
+        norm: of the gradients after backward; NaN if the step was skipped.
         rank_norms: by rank of the process group, of its gradient before the average. With weights,
             divided by the rank's weight. NaN for a rank without data, or with weight 0.
         noise_scale: the gradient noise scale ``tr(S) / |G|^2``, from running averages of both. Up

@@ -3,18 +3,18 @@
 
     python -m apex.parallel.multiproc [options] main.py [arguments of main.py]
 
-torchrun's agent runs the processes, and stops all of them when one fails. Three differences to
-``torchrun`` are for scripts written for NVIDIA's Apex. ``--rank``, ``--world-size`` and
+torchrun's agent runs the processes, and stops all of them when one fails. It differs from
+``torchrun`` in three ways, for scripts written for NVIDIA's Apex. ``--rank``, ``--world-size`` and
 ``--local_rank`` are appended (before a ``--``) if the script's source defines them. A
 ``--world-size N`` among the script's options sets the number of processes. Only rank 0 writes to
 the terminal. Rank N writes to ``rank_N.log``, which is removed if it is empty after a job without a
 failure.
 
-If a launcher is killed, the kernel kills its ranks (Linux); other nodes stop if it was node 0's.
+If a launcher is killed, the kernel kills its ranks (Linux). The loss of node 0 stops all nodes.
 
-The environment contains the variables of ``init_method="env://"``, and ``OMP_NUM_THREADS``. Unless
-already set, that is the number of cores of the node divided by its processes. The exit code is that
-of a process that failed, 128 + N if signal N ended it or the launcher, or 2 for bad arguments.
+The environment contains the variables of ``init_method="env://"``, and ``OMP_NUM_THREADS``, by
+default the number of cores of the node divided by its processes. The exit code is that of a failed
+process, 128 + N if signal N ended that process or the launcher, or 2 for bad arguments.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Rendezvous(StaticTCPRendezvous):
             for step in "finished", "left":
                 self._store.set(f"{step}/{self.rank}", "")
                 nodes = [f"{step}/{rank}" for rank in range(self.world_size)]
-                waits = step == "finished" or self.rank == 0  # it keeps the store, and leaves last
+                waits = step == "finished" or self.rank == 0  # it hosts the store, and exits last
                 while waits and not (failed or self._store.check(nodes)) and time.monotonic() < end:
                     time.sleep(0.1)
                     failed = self._failed_node()
@@ -264,7 +264,7 @@ def _print(*lines: str) -> None:
     try:
         print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for output that is still buffered
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ class OverlapReport:
     Attributes:
         clock: ``"host"``: gradients are on the CPU. ``"device"``: times are those of the device's
             streams. ``"host only"``: gradients are on several devices, or on one without timed
-            events. The times are then when the host launched the operations, and say little.
+            events. The times are then those of the host's launches, and say little.
         rank: the rank of this process in the wrapper's group.
         began_s: when backward began, by ``time.perf_counter()``, which the processes of a host
             share; with ``"device"``, on the device's stream.
@@ -110,7 +110,7 @@ class OverlapReport:
 
         The trace contains forward, backward, optimizer steps, the buckets (ready, in flight) and
         the waits for them. Without ``group`` it covers this process only, and does not communicate.
-        With ``group``, every process of the group has to call this with its own report. The first
+        With ``group``, every process of the group must call this with its own report. The first
         process writes the file, with a row per rank. Collectives align the clocks of different
         hosts, to half the duration of one collective.
 

@@ -23,7 +23,7 @@ from apex.parallel.distributed import DistributedDataParallel
 # buckets of the module's own parameters, and the engine calls _bucket_arrived() for each. By then,
 # a scheduler may have changed the learning rate, and zero_grad() may have been called for the next
 # step. So step() saves the settings of all groups, and each later update uses them. A zero_grad()
-# in between takes effect on a gradient after its update.
+# in between clears a gradient only after its update.
 
 
 def _copy(value: Any) -> Any:
@@ -35,7 +35,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counter_of(optimizer: Any) -> str | None:
-    """The group entry in which `optimizer`, or an optimizer inside it, only counts its steps."""
+    """The group entry in which `optimizer`, or an optimizer inside it, counts its steps."""
     counters = (getattr(inner, "_counter", None) for inner in _nested(optimizer))
     return next((counter for counter in counters if counter is not None), None)
 
@@ -126,11 +126,11 @@ class OverlappedOptimizer(WrappedOptimizer):
         ValueError: if ``model`` has ``mixed_precision`` or already an OverlappedOptimizer, or for
             an optimizer that is known not to update parameters one by one.
 
-    A parameter has to be used in the forward of the module that owns it, or of a module that
-    contains that one, in all steps alike. Compiled modules are waited for as a whole. If a
-    parameter was used otherwise before its update, backward raises RuntimeError: ours, or torch's
-    about a variable modified by an inplace operation. Backward waits for all buckets if it records
-    or orders a plan, if this process misses a gradient, with ``check_finite`` and
+    In every step, a parameter must be used in the forward of the module that owns it, or of the
+    same ancestor of that module. Compiled modules are waited for as a whole. If a parameter was
+    used elsewhere before its update, backward raises RuntimeError: ours, or torch's about a
+    variable modified by an inplace operation. Backward waits for all buckets if it records or
+    orders a plan, if this process misses a gradient, with ``check_finite`` and
     ``check_reduction=True``, under ``join()``, and with communication hooks of two phases.
     Construct it on every process. Not thread safe.
     """

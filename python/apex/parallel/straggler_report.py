@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long each process takes for its own part of a step, and which one the others wait for."""
+"""How long each process takes for its own part of a step, and which one delays the others."""
 
 from __future__ import annotations
 

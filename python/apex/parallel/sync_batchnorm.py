@@ -110,8 +110,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize ``input``, add ``z`` (same shape and dtype) if given, apply ReLU if fused.
 
-        In training this is a collective. Every rank of the group has to call it, in the same order
-        as its other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
+        In training this is a collective. Every rank of the group must call it, in the same order as
+        its other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
         """
         if not self.training and self.running_mean is not None and self.running_var is not None:
             inferred: Tensor = torch.ops.apex.batch_norm_inference(

@@ -105,8 +105,8 @@ def convert_syncbn_model(
 def revert_syncbn_model(module: Module) -> Module:
     """The inverse of :func:`convert_syncbn_model`: plain batch norms again.
 
-    A converted module gets the class back that it was converted from. A module that was constructed
-    as a SyncBatchNorm becomes a batch norm for ``[N, C, *]`` of any number of dimensions.
+    A converted module gets its original class back. A module that was constructed as a
+    SyncBatchNorm becomes a batch norm for ``[N, C, *]`` of any number of dimensions.
 
     Raises:
         ValueError: for a module that fuses a ReLU, or was constructed with ``channel_last``. Plain

@@ -32,10 +32,10 @@ def default_group() -> Any:
     timeout. It is created again if the default group was. None without a default group or with one
     rank.
 
-    The call that creates it is collective, so every rank has to make it. This is why it happens in
-    the first training forward, which every rank runs, and not at construction or conversion. One
-    rank can therefore build a model for evaluation without blocking. Blocks the host while it
-    creates the group. Thread safe.
+    The call that creates it is collective, so every rank must make it. So it happens in the first
+    training forward, which every rank runs, and not at construction or conversion. One rank alone
+    can then build a model for evaluation without blocking. Blocks the host while it creates the
+    group. Thread safe.
     """
     global _world, _own_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -84,8 +84,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
     Collective: every rank of the default group calls it with the same number. ``0`` returns None,
     which means all ranks. The groups have the timeout of the default group.
 
-    Raises ValueError if the world size is not a multiple of ``group_size``, and RuntimeError if
-    ranks give different ones.
+    Raises ValueError if the world size is not a multiple of ``group_size``, and RuntimeError if the
+    ranks pass different sizes.
     """
     if group_size == 0:
         return None

@@ -5,7 +5,7 @@
     python python/tests/faults/campaign.py --only killed:plain --worlds 2 --library apex
 
 In every case, ``world`` processes train for five steps. In the third step, at a named moment, a
-fault is injected into one of them. A survivor has to end within the timeout of its group plus five
+fault is injected into one of them. A survivor must end within the timeout of its group plus five
 seconds. If it raises, its error must name the operation and the culprit, and no other rank. It must
 never abort, and nothing may be left behind. ``--library torch`` runs torch's
 DistributedDataParallel over Gloo, ``--library torch_apex`` runs it on the backend ``apex``.

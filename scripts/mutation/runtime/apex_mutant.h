@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 /// Included by mutated sources. APEX_MUTANT is the number of the mutant that is switched on;
-/// APEX_MUTANT_SEEN, for recording, a file of one byte per mutant, set where the mutant is reached.
+/// APEX_MUTANT_SEEN names a file to record one byte per mutant, set when it is reached.
 
 namespace apex_mutant {
 

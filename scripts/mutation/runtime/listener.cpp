@@ -24,7 +24,7 @@ class Recorder : public testing::EmptyTestEventListener {
       if (record.seen[i]) out << i << ' ';
     }
     out << std::endl;
-    // What runs between two tests counts for the second: it may be the suite's set-up.
+    // Code between two tests counts for the second test: it may be the suite's set-up.
     std::memset(record.seen, 0, static_cast<size_t>(record.size));
   }
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-//! Safe types for what this program calls of `<apex/c_api.h>`. A `Group` is the place of this
-//! process in the job. A `Reducer` owns parameters and gradients, and averages the gradients.
+//! Safe types for the functions of `<apex/c_api.h>` that this program calls. A `Group` is the place
+//of this ! process in the job. A `Reducer` owns parameters and gradients, and averages the
+//gradients.
 
 use std::ffi::{c_int, c_void, CStr};
 use std::marker::PhantomData;
@@ -8,7 +9,7 @@ use std::{fmt, ptr};
 
 use crate::ffi;
 
-/// What `apex_last_error()` tells: which rank, what happened, what to do.
+/// The text of `apex_last_error()`: which rank, what happened, what to do.
 #[derive(Debug)]
 pub struct Error(pub String);
 

@@ -34,8 +34,8 @@ class APEX_API AutocastGuard {
   ///              for CUDA and at::kBFloat16 for CPU
   /// @param enabled false: turns autocast off, for a part of a model that needs full precision
   ///                inside another guard
-  /// @param cache_enabled false: does not cache casts, which a CUDA graph may need; a setting of
-  ///                      the thread for all device types
+  /// @param cache_enabled false: does not cache casts, because a CUDA graph may need that; this
+  ///                      setting of the thread holds for all device types
   /// @throws InvalidArgument for a device type without autocast, or another dtype
   explicit AutocastGuard(at::DeviceType device_type,
                          std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,

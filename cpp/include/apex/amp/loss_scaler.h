@@ -88,7 +88,7 @@ class APEX_API LossScaler {
   at::Tensor scale_tensor() const { return scale_; }
 
   /// Multiplies every gradient by 1/scale in place. If dynamic, it also records whether one of them
-  /// held inf or NaN before. Any mix of floating dtypes and devices, strided, or sparse COO and
+  /// contained inf or NaN. Any mix of floating dtypes and devices, strided, or sparse COO and
   /// coalesced. Skips undefined gradients (of unused parameters). One multi-tensor operation per
   /// device and dtype.
   /// @throws InvalidArgument for a sparse gradient that is not coalesced, a dtype that is not
@@ -111,7 +111,7 @@ class APEX_API LossScaler {
   at::Tensor found_inf() const;
 
   /// Makes found_inf() the maximum over the ranks of `group`: one all-reduce of four bytes, if the
-  /// scaler is dynamic. Collective: every rank of the group has to call it. CPU backends block the
+  /// scaler is dynamic. Collective: every rank of the group must call it. CPU backends block the
   /// host, NCCL only the current stream.
   /// @throws CommunicationError if the all-reduce fails; InvalidArgument for a null group.
   void synchronize(const c10::intrusive_ptr<c10d::ProcessGroup>& group);

@@ -12,11 +12,11 @@
 /// Collectives on tensors for programs without Python. Names and semantics are those of
 /// torch.distributed; errors name the lost rank. Ranks of one host use shared memory.
 ///
-/// Every rank of `group` (null: the default group) has to call the same function, with tensors of
-/// the same shape and dtype. Calls block the host on CPU backends, and the current stream on NCCL.
-/// They may be made from any thread, in the same order on every rank. Autograd does not record
-/// them. Over shared memory, mismatched shapes, dtypes or operations are detected. Elsewhere
-/// backends mix the values or end the process, as with torch.distributed.
+/// Every rank of `group` (null: the default group) must call the same function, with tensors of the
+/// same shape and dtype. Calls block the host on CPU backends, and the current stream on NCCL. They
+/// may be made from any thread, in the same order on every rank. Autograd does not record them.
+/// Over shared memory, mismatched shapes, dtypes or operations are detected. Elsewhere backends mix
+/// the values or end the process, as with torch.distributed.
 ///
 /// All functions throw apex::CommunicationError if a rank does not join within the group's timeout,
 /// has exited, or is in another collective. They throw apex::InvalidArgument without a default
@@ -33,7 +33,7 @@ APEX_API void all_reduce(const at::Tensor& tensor,
                          c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                          const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Replaces `tensor` by that of rank `root`.
+/// Overwrites `tensor` with that of rank `root`.
 APEX_API void broadcast(const at::Tensor& tensor, int root = 0,
                         const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 

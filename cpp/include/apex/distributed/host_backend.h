@@ -26,8 +26,8 @@ namespace apex::distributed {
 ///     group->allreduce(tensors)->wait();
 ///
 /// Sums are in rank order, so every rank has the same bits. A collective makes progress while a
-/// rank waits for it or polls it. Once a program asks for the future of a collective, a thread
-/// makes that progress.
+/// rank waits for it or polls it. After a call of Work::getFuture(), a thread makes that progress
+/// instead.
 ///
 /// Collective over the ranks of `group`. No other group may use the keys of its store. Blocks until
 /// all ranks have connected. Thread safe.

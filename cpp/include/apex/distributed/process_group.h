@@ -20,7 +20,7 @@
 /// The layout of the store's keys is that of torch.distributed.init_process_group, so a job can
 /// have C++ and Python ranks.
 ///
-/// All functions may be called from any thread. As in torch.distributed, every rank has to call
+/// All functions may be called from any thread. As in torch.distributed, every rank must call
 /// init_process_group(), new_group() and barrier() in the same order. While one thread waits in
 /// new_group(), other threads may use existing groups.
 
@@ -91,10 +91,10 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 
 /// Creates a group of some of the ranks, e.g. for SyncBatchNorm within a host or for a second
 /// communicator. `ranks` are ranks of the default group, in any order; the new group numbers them
-/// in ascending order. All ranks of the default group must call it in the same order, also ranks
-/// that are not members; these get null. `backend`: empty for that of the default group. `nccl`
-/// applies to this group only, for instance fewer CTAs for gradients and high priority for
-/// batch-norm statistics. Blocks members until all of them have joined.
+/// in ascending order. All ranks of the default group must call it in the same order. Ranks that
+/// are not members get null. `backend`: empty for that of the default group. `nccl` applies to this
+/// group only, for instance fewer CTAs for gradients and high priority for batch-norm statistics.
+/// Blocks members until all of them have joined.
 ///
 /// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a
 ///   default group.
@@ -107,8 +107,8 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
 
-/// Whether init_process_group() was called without destroy_process_group() since. Does not see a
-/// default group that torch.distributed created in Python.
+/// Whether a default group exists: init_process_group() was called, and destroy_process_group() was
+/// not called since. Does not see a default group that torch.distributed created in Python.
 APEX_API bool is_initialized();
 
 /// The group that init_process_group() returned.
@@ -129,7 +129,7 @@ APEX_API int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {}
 APEX_API int local_rank();
 
 /// Identifies the host of this process: its boot id and the namespace of its process ids, so that
-/// containers count as hosts of their own. "" if the system does not provide it.
+/// each container counts as a separate host. "" if the system does not provide it.
 APEX_API std::string host_id();
 
 /// Blocks until every rank of `group` (null: the default group) has called it.

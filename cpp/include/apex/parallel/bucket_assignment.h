@@ -48,8 +48,8 @@ struct BucketLimits {
 
 /// A partition of parameters into buckets.
 struct BucketPlan {
-  /// Parameter indices of each bucket. Buckets are in the launch order of every rank: by the time
-  /// at which the last member of each becomes ready.
+  /// Parameter indices of each bucket. Buckets are in launch order, which is the same on every
+  /// rank: sorted by the time at which the last gradient of a bucket becomes ready.
   std::vector<std::vector<int64_t>> buckets;
 
   bool operator==(const BucketPlan& other) const { return buckets == other.buckets; }

@@ -43,8 +43,8 @@ class OverlappedOptimizer;
 ///
 /// save(), load() and resume() are collective: every rank calls them with the same parts. They
 /// block the host. Only rank 0 reads and writes the file, so no shared file system is needed.
-/// Samplers are saved for each rank. An error on one rank is thrown on every rank. The parts have
-/// to outlive this object. Not thread safe.
+/// Samplers are saved for each rank. An error on one rank is thrown on every rank. The parts must
+/// outlive this object. Not thread safe.
 ///
 /// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "optimizer0_is"
 /// (the class of that optimizer), "scaler", "sampler0" (the sampler of rank 0, as bytes), "step"

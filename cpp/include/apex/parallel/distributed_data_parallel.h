@@ -149,7 +149,7 @@ struct TakesArguments<
 /// backward is still running. Reducer describes the steps.
 ///
 /// The wrapped module is a module holder (`TORCH_MODULE(Net)`'s `Net`, `torch::nn::Sequential`), a
-/// `std::shared_ptr` or `std::unique_ptr` to a module, or a reference to a module, which has to
+/// `std::shared_ptr` or `std::unique_ptr` to a module, or a reference to a module, which must
 /// outlive the wrapper. The wrapper is not a module: parameters keep their names, and
 /// `torch::save(model, path)` on any rank writes what it would write for the unwrapped module.
 ///
@@ -295,8 +295,8 @@ class DistributedDataParallel {
   }
   /// Clips like torch::nn::utils::clip_grad_norm_(parameters(), max_norm), with the same result:
   /// multiplies all gradients by max_norm / norm if that is less than 1, and returns the norm
-  /// before clipping. With the option gradient_statistics, CPU gradients that are still as backward
-  /// left them are not read again for the norm; see Reducer::gradient_norm(). On other devices the
+  /// before clipping. With the option gradient_statistics, CPU gradients that did not change since
+  /// backward are not read again for the norm; see Reducer::gradient_norm(). On other devices the
   /// host waits.
   double clip_grad_norm_(double max_norm) {
     require_here();
@@ -334,7 +334,7 @@ class DistributedDataParallel {
   void eval() { own().eval(); }
   bool is_training() const { return own().is_training(); }
 
-  /// Calls the module's to(device), to(dtype) or to(device, dtype). Every rank has to make the same
+  /// Calls the module's to(device), to(dtype) or to(device, dtype). Every rank must make the same
   /// call, outside of a forward and its backward. The next forward plans new buckets.
   template <typename... Args>
   void to(Args&&... args) {
@@ -463,7 +463,7 @@ class DistributedDataParallel {
     try {
       if (reducer_) reducer_->end_join();
     } catch (const std::exception&) {
-      // The exception that ended the loop is propagating and has the cause.
+      // The exception that ended the loop is already propagating, and it states the cause.
     }
   }
 
@@ -554,7 +554,7 @@ class DistributedDataParallel {
       std::string line =
           "buffer '" + item.key() + "'=" + c10::toString(item.value().scalar_type()) + " [";
       for (const int64_t size : item.value().sizes()) line += " " + std::to_string(size);
-      // Buffers that cannot be sent: all ranks refuse them, or none.
+      // For buffers that cannot be sent, every rank throws, or no rank does.
       line += item.value().is_meta() ? " ] on meta" : " ]";
       if (item.value().layout() != at::kStrided) line += " not strided";
       lines.push_back(std::move(line));
@@ -571,9 +571,9 @@ class DistributedDataParallel {
     }
     std::vector<at::Tensor> buffers;
     for (const auto& item : module_->named_buffers()) {
-      // variable_data(): the write does not bump the version of what an earlier forward saved.
-      // Batch norm's own update does not either, because its backward in training reads the batch
-      // statistics.
+      // variable_data(): the write does not bump the version of tensors that an earlier forward
+      // saved. Batch norm's own update does not either, because its backward in training reads the
+      // batch statistics.
       const bool running =
           ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
       buffers.push_back(running ? item.value().variable_data() : item.value());

@@ -25,8 +25,8 @@ struct GradientStatistics {
 
   /// The gradient noise scale tr(S) / |G|^2, from running averages of both: the batch size up to
   /// which a larger batch needs proportionally fewer steps. The unit is batches of one rank, or
-  /// samples (what the weights count) if weighted. NaN with one rank, and until a measured step had
-  /// a positive estimate of |G|^2.
+  /// samples (the unit of the weights) if weighted. NaN with one rank, and until a measured step
+  /// had a positive estimate of |G|^2.
   ///
   /// Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix
   /// A.1. It needs gradients at two batch sizes; here these are one rank's batch and the global
@@ -35,10 +35,9 @@ struct GradientStatistics {
   double noise = 0;   ///< this step's estimate of tr(S), per batch of one rank or per sample
   double signal = 0;  ///< this step's estimate of |G|^2; may be negative
 
-  /// By rank: how many standard deviations the logarithm of its norm is away from the other ranks'
-  /// in this step, or from all ranks' in recent steps, whichever is less. Standard deviations are
-  /// estimated from median deviations, so that outliers do not affect them. 0 in the first 16
-  /// steps.
+  /// By rank: the z score of the logarithm of its norm, relative to the other ranks in this step or
+  /// to all ranks in recent steps, whichever is closer to 0. Standard deviations are estimated from
+  /// median deviations, so that outliers do not affect them. 0 in the first 16 steps.
   std::vector<double> z_scores;
   /// Ranks whose norm is not finite, or whose z score is above 10 in absolute value.
   std::vector<int64_t> outliers;

@@ -25,7 +25,7 @@ struct NoSyncGuards {
 
 /// While this guard lives, backward does not communicate, and gradients accumulate. The next
 /// synchronized backward includes what accumulated. Several guards may live at a time and end in
-/// any order. The wrapper has to outlive them. Every rank has to do the same.
+/// any order. The wrapper must outlive them. Every rank must do the same.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(std::shared_ptr<detail::NoSyncGuards> guards) : guards_(std::move(guards)) {
@@ -44,7 +44,7 @@ class [[nodiscard]] NoSync {
 };
 
 /// While this guard lives, backwards are for samples of a given weight; see
-/// Reducer::begin_weight(). Only one at a time. The wrapper has to outlive it.
+/// Reducer::begin_weight(). Only one at a time. The wrapper must outlive it.
 class [[nodiscard]] Weight {
  public:
   template <typename Number>
@@ -64,15 +64,15 @@ class [[nodiscard]] Weight {
 // Only Join's destructor throws. The end of its scope is a collective: this rank follows the other
 // ranks and receives their parameters. If that fails, this rank's model differs from theirs, and a
 // destructor that hid the error would let the program save this model or train on. So the
-// destructor throws (noexcept(false)), except while another exception propagates, which has the
-// actual cause. Nothing is left to release at that point. A program that does not want a throwing
-// destructor calls end() after its loop, which makes the destructor a no-op.
+// destructor throws (noexcept(false)), except while another exception propagates, because that
+// exception states the cause. Nothing is left to release at that point. A program that does not
+// want a throwing destructor calls end() after its loop, which makes the destructor a no-op.
 
 /// For ranks with different numbers of batches: construct it before the loop over batches, on every
 /// rank. At its end, a rank that finishes early takes part in the others' backwards with zeros
 /// until every rank has finished. It then receives the parameters and buffers of a rank that had
 /// data to the end. Blocks meanwhile. If an exception leaves the loop, the guard ends without
-/// waiting for other ranks. The wrapper has to outlive the guard and must not be moved.
+/// waiting for other ranks. The wrapper must outlive the guard and must not be moved.
 class [[nodiscard]] Join {
  public:
   /// `end` follows the other ranks and may throw. `leave` is called instead after an exception, and

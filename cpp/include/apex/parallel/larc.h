@@ -45,10 +45,10 @@ struct LARCOptions {
 /// The wrapped optimizer then steps with weight decay 0. A parameter whose norm or gradient norm is
 /// zero keeps its gradient and gets no weight decay. Parameters without a gradient are skipped.
 ///
-/// This object owns the wrapped optimizer's parameter groups, defaults and state, and moves them
-/// back while the wrapped optimizer steps, saves or loads. Everything that takes an Optimizer
-/// therefore works: zero_grad(), add_param_group(), learning rate schedulers, torch::save and
-/// torch::load. Archives hold only the wrapped optimizer, since LARC has no state.
+/// This object owns the wrapped optimizer's parameter groups, defaults and state. It lends them to
+/// the wrapped optimizer while that steps, saves or loads. So everything that takes an Optimizer
+/// works: zero_grad(), add_param_group(), learning rate schedulers, torch::save and torch::load.
+/// Archives hold only the wrapped optimizer, since LARC has no state.
 ///
 /// Parameters and gradients may be dense, real and floating, in any mix of dtypes and devices.
 /// Norms are computed in float32 (float64 for float64), with one multi-tensor operation per group,
@@ -85,8 +85,8 @@ class APEX_API LARC : public torch::optim::Optimizer {
   ///                It may use this object, but must not call step(), save() or load().
   /// @return the wrapped optimizer's result: the loss, undefined without a closure.
   /// @throws InvalidArgument for a sparse, complex or integer gradient, before anything is changed,
-  ///         unless this happens in the closure's second or a later evaluation. Also throws what
-  ///         the wrapped optimizer and the closure throw.
+  ///         except in the second and later evaluations of the closure. Exceptions of the wrapped
+  ///         optimizer and of the closure propagate.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
   /// Same archive as the wrapped optimizer's.

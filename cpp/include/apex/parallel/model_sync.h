@@ -11,7 +11,7 @@
 #include <apex/export.h>
 
 /// Functions that make the ranks of a process group hold the same model. All of them are
-/// collective: every rank of the group has to call them in the same order. Unless stated otherwise,
+/// collective: every rank of the group must call them in the same order. Unless stated otherwise,
 /// they block the host until the result is written (CPU backends) or enqueued on the current
 /// streams (NCCL). Not thread safe with respect to other collectives on the same group. A null
 /// group throws InvalidArgument.
@@ -26,8 +26,8 @@ struct NamedTensor {
 
 /// Checks that every rank holds the same tensors: first their number, then the name, shape,
 /// strides, dtype, layout and requires_grad of each. `settings` ("key=value") are compared before
-/// the tensors, and have to be in the same order on every rank. A setting that only some ranks have
-/// is a mismatch.
+/// the tensors, and must be in the same order on every rank. A setting that only some ranks have is
+/// a mismatch.
 ///
 /// Sends 24 bytes per rank when the ranks agree. Blocks the host.
 /// @throws RankMismatch on every rank, naming the first rank and the first tensor that differ from
@@ -53,8 +53,8 @@ constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 /// shape, strides and device. Tensors on one device are sent together as bytes, in messages of at
 /// most `chunk_bytes`, or one tensor if it is larger. Skips tensors that are empty, undefined or on
 /// the meta device, and duplicates. Expanded tensors stay expanded. For a tensor made of other
-/// tensors (apex/tensor_parts.h), those are sent. Autograd does not record it. Errors name the
-/// operation `what`.
+/// tensors (apex/tensor_parts.h), the other tensors are sent. Autograd does not record it. Errors
+/// name the operation `what`.
 /// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,

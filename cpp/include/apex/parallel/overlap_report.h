@@ -31,7 +31,7 @@ struct BucketOverlap {
   double arrived_s = 0;   ///< its sum was complete; in flight from launched_s to here, which
                           ///< includes waiting for the last rank to send its part
   double awaited_s = 0;   ///< a wait for it began; may be before or after it arrived
-  double exposed_s = 0;   ///< the part of the time in flight that was not hidden; see OverlapReport
+  double exposed_s = 0;   ///< the part of its time in flight that was not hidden; see OverlapReport
   bool shared_memory = false;  ///< summed in shared memory, with all ranks on this host
   bool by_host = false;        ///< summed in each host's shared memory, then between hosts; if
                                ///< both are false, it went through the process group

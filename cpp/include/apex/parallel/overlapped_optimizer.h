@@ -31,8 +31,8 @@ namespace apex::parallel {
 ///     }
 ///     optimizer.synchronize();
 ///
-/// C++ modules have no forward hooks, so forward() has to call wait_for() itself. A parameter that
-/// was used without it is an error in the next backward. Until the updates are made, gradients and
+/// C++ modules have no forward hooks, so forward() must call wait_for() itself. If it uses a
+/// parameter without that call, the next backward throws. Until the updates are done, gradients and
 /// parameters are not final: call synchronize() before reading, changing, saving or clipping them.
 /// With the same bucket plan, results are bit for bit those of the wrapped optimizer alone.
 /// Reducer::set_deferred() lists the cases in which backward still waits.
@@ -41,32 +41,32 @@ namespace apex::parallel {
 /// Acceleration", SOSP 2019. Not thread safe. At most one per reducer, and the same on every rank.
 class APEX_API OverlappedOptimizer {
  public:
-  /// Both arguments have to outlive this object, which takes over the reducer's bucket callback.
-  /// The optimizer has to step each parameter independently (torch::optim::LBFGS does not). The
-  /// options of its groups are those at step(), even if a scheduler changes them before the last
-  /// update.
+  /// Both arguments must outlive this object, which takes over the reducer's bucket callback. The
+  /// optimizer must step each parameter independently (torch::optim::LBFGS does not). The options
+  /// of its groups are those at step(), even if a scheduler changes them before the last update.
   /// @throws InvalidArgument if the reducer already has an OverlappedOptimizer, or after
   ///         set_deferred() on it.
   OverlappedOptimizer(torch::optim::Optimizer& optimizer, Reducer& reducer);
 
-  /// Makes the remaining updates, unless communication fails, and restores the reducer's settings.
+  /// Performs the remaining updates, unless communication fails, and restores the reducer's
+  /// settings.
   ~OverlappedOptimizer();
   OverlappedOptimizer(const OverlappedOptimizer&) = delete;
   OverlappedOptimizer& operator=(const OverlappedOptimizer&) = delete;
 
-  /// Updates the parameters whose gradients have arrived, and schedules the update of the others
-  /// for when theirs arrive.
+  /// Updates the parameters whose gradients have arrived. The other parameters are updated when
+  /// their gradients arrive.
   void step();
 
   /// Clears gradients. A gradient that a pending update still needs is cleared after that update.
-  /// Do not clear gradients in any other way.
+  /// Do not clear gradients in any other way: an update would be lost.
   /// @throws Error from wait_for(), synchronize() or the next backward if they were cleared in
-  ///         another way, since an update is lost then.
+  ///         another way.
   void zero_grad(bool set_to_none = true);
 
-  /// Returns when the gradients of these parameters are complete and the pending updates of them
-  /// are made. Ignores parameters that the reducer does not have. On CPU backends the host waits,
-  /// on NCCL the stream.
+  /// Returns when the gradients of these parameters are complete and their pending updates are
+  /// done. Ignores parameters that the reducer does not have. On CPU backends the host waits, on
+  /// NCCL the stream.
   void wait_for(const std::vector<at::Tensor>& parameters);
   void wait_for(const torch::nn::Module& module) { wait_for(module.parameters()); }
 

@@ -36,9 +36,9 @@ APEX_API std::vector<std::vector<ParameterPiece>> assign_shards(const std::vecto
                                                                 std::vector<double> costs,
                                                                 int64_t ranks, bool whole);
 
-/// Lets each rank of a group step a share of the parameters, and sends the result to every rank.
-/// ShardedOptimizer is built on it. If all ranks are on one host, the storages of parameters on the
-/// CPU to which nothing else refers are moved into shared memory. A step consists of
+/// Each rank of a group steps a share of the parameters and sends the result to every rank.
+/// ShardedOptimizer uses this class. If all ranks are on one host, CPU parameters are moved into
+/// shared memory, unless something else refers to their storages. A step consists of
 /// take_gradients(), the step of an optimizer that holds tensors(), drop_gradients() and publish().
 /// Not thread safe.
 class APEX_API ParameterShards {
@@ -48,10 +48,10 @@ class APEX_API ParameterShards {
   ///
   /// @param parameters  in the same order on every rank; strided, without gaps in memory, and not
   ///                    sharing memory with each other.
-  /// @param group       the ranks that share the work.
+  /// @param group       the ranks that split the work.
   /// @param costs,whole  see assign_shards(); the same on every rank.
-  /// @param replicas    all ranks that train the model, if `group` is a part of them, such as the
-  ///                    ranks of one host: every part steps all parameters, with the same
+  /// @param replicas    all ranks that train the model, if `group` has only some of them, such as
+  ///                    the ranks of one host. Each such group steps all parameters, with the same
   ///                    gradients. Null: `group`.
   /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps, and
   ///         for wrong costs; RankMismatch if ranks differ; CommunicationError.
@@ -66,7 +66,7 @@ class APEX_API ParameterShards {
   /// Collective, as the constructor. Not between take_gradients() and publish().
   void add(std::vector<NamedTensor> parameters, const std::vector<double>& costs);
 
-  /// All parameters, in the order in which they were given.
+  /// All parameters, in the order of the constructor's and add()'s arguments.
   const std::vector<NamedTensor>& parameters() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const;
   /// The pieces of each rank.
@@ -84,16 +84,17 @@ class APEX_API ParameterShards {
   void take_gradients();
   void drop_gradients();
 
-  /// Sends each rank's stepped share to all ranks. Afterwards this rank's parameters are those
-  /// after the step. If it throws, they are those from before take_gradients(), provided that they
-  /// are on one device. Where ranks share memory they may instead be those after the step, and all
-  /// ranks then agree; and changes through .data() since the last publish() may be undone, too.
-  /// Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL): then a later
-  /// collective throws, and the parameters are those from before the step or those after it.
+  /// Sends each rank's stepped share to all ranks. Afterwards this rank's parameters have their
+  /// values after the step. If it throws, they have their values from before take_gradients(),
+  /// provided that they are on one device. If ranks share memory, they may instead have their
+  /// values after the step, on all ranks; changes through .data() since the last publish() may also
+  /// be undone. Collective. Blocks the host (CPU), or is enqueued on the current stream (NCCL):
+  /// then a later collective throws, and the parameters have their values from before or after the
+  /// step.
   /// @throws CommunicationError.
   void publish();
 
-  /// Called instead of publish() if this rank's step failed. Undoes what it has written to
+  /// Called instead of publish() if this rank's step failed. Undoes this rank's writes to
   /// parameters since take_gradients(), and makes publish() throw on the other ranks of the group.
   /// Neither the group nor `replicas` can be used any more. Does nothing with one rank. Does not
   /// throw.

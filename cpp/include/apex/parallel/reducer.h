@@ -73,15 +73,15 @@ struct ReducerOptions {
   /// Half and bfloat16 gradients are summed as float32.
   bool allreduce_always_fp32 = false;
 
-  /// Divide the sum by the world size. If false, gradients are sums and have to be cleared between
-  /// two synchronized backwards: a sum that is summed again counts once per rank.
+  /// Divide the sum by the world size. If false, gradients are sums. Clear them between two
+  /// synchronized backwards: otherwise the old sum is added once per rank.
   bool gradient_average = true;
 
   /// Divide the sum by the sum of the ranks' weights (begin_weight()) instead. If each rank's loss
   /// is a sum over its samples, this gives the gradient of the mean over the global batch, however
-  /// the batch is split. Gradients have to be cleared between two synchronized backwards. Ranks
-  /// read each other's reports, so on other devices than the CPU the host waits. Needs
-  /// gradient_average, and gradient_predivide_factor 1.
+  /// the batch is split. Gradients must be cleared between two synchronized backwards. Ranks read
+  /// each other's reports, so the host waits on devices other than the CPU. Needs gradient_average,
+  /// and gradient_predivide_factor 1.
   bool weighted = false;
 
   /// Gradients are multiplied by 1/f before the all-reduce and, when averaging, by f/world after.
@@ -97,14 +97,14 @@ struct ReducerOptions {
   /// memory with the communicator and may then reduce without copying to its own buffers (user
   /// buffer registration). If the backend has no pool, a warning is logged and torch's allocator is
   /// used. Buckets that are reduced in place live in gradients, which torch allocates. The group
-  /// has to outlive the reducer's buffers.
+  /// must outlive the reducer's buffers.
   bool registered_buffers = false;
 
   /// Broadcast parameters from rank 0 at construction.
   bool init_sync = true;
 
-  /// Whether all ranks begin with the same parameters; by default, if `init_sync` makes them so.
-  /// Ranks that do are compared: see `check_steps` and `replica_check_every`.
+  /// Whether all ranks begin with the same parameters. Default: the value of `init_sync`. If true,
+  /// the ranks are compared: see `check_steps` and `replica_check_every`.
   std::optional<bool> begins_alike;
   bool ranks_begin_alike() const { return begins_alike.value_or(init_sync); }
 
@@ -115,7 +115,7 @@ struct ReducerOptions {
 
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
   /// step: some have stepped an optimizer twice without a backward in between, or updated their
-  /// parameters, and others have not. The error names what each rank did. On by default for
+  /// parameters, and others have not. The error lists what each rank did. On by default for
   /// parameters on the CPU, where the check is free. On other devices the host waits, and steps of
   /// libtorch's SGD alone are not detected, since they do not bump tensor versions.
   std::optional<bool> check_steps;
@@ -130,12 +130,12 @@ struct ReducerOptions {
   /// host waits.
   bool gradient_statistics = false;
 
-  /// Compare the trainable parameters of all ranks bit for bit, a part in each synchronized
-  /// backward, so that this number of backwards compares all of them. 0 turns the comparison off.
-  /// Default: 100 where the comparison is free, which is for parameters on the CPU, with init_sync,
-  /// without a communication hook, and with check_steps not turned off. The default also leaves out
-  /// steps whose parameters were updated after a backward without synchronization. Costs one read
-  /// of the part. Inactive under join() and with set_deferred().
+  /// Compare the trainable parameters of all ranks bit for bit. Each synchronized backward compares
+  /// a part; this number of backwards compares all of them. 0 turns the comparison off. The default
+  /// is 100 where the comparison is free: for parameters on the CPU, with init_sync, without a
+  /// communication hook, and unless check_steps is false. The default also skips steps whose
+  /// parameters were updated after a backward without synchronization. Costs one read of the part.
+  /// Inactive under join() and with set_deferred().
   std::optional<int64_t> replica_check_every;
   OnDivergence on_divergence = OnDivergence::kWarn;
 
@@ -155,7 +155,7 @@ struct ReducedBucket {
   std::vector<int64_t> parameters;  ///< indices into parameters(), of the reduced gradients
 };
 
-/// What the active ranks do next, as a rank that has run out of data receives it; see
+/// The next action of the active ranks, as received by a rank that has run out of data; see
 /// Reducer::begin_join().
 struct JoinEvent {
   enum Kind : int64_t {
@@ -173,7 +173,7 @@ struct JoinEvent {
   std::vector<int64_t> active{};  ///< ranks that have data
 };
 
-/// Counters since construction. They show without a clock when a fast path is no longer taken.
+/// Counters since construction. They show, without measuring time, whether a fast path is taken.
 struct ReducerStatistics {
   int64_t backwards = 0;       ///< synchronized backwards that were completed
   int64_t plans_recorded = 0;  ///< times the order was recorded and a plan agreed on
@@ -182,7 +182,8 @@ struct ReducerStatistics {
   int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
   int64_t launched_at_end = 0;       ///< collectives started after backward had ended
   int64_t gradients_copied = 0;      ///< gradients copied into a buffer
-  int64_t gradients_copied_early = 0;    ///< those of them copied as soon as computed (on the CPU)
+  int64_t gradients_copied_early = 0;    ///< of these, gradients copied as soon as they were
+                                         ///< computed (on the CPU)
   int64_t reduced_in_place = 0;          ///< collectives directly on a gradient's memory
   int64_t reduced_in_shared_memory = 0;  ///< collectives in shared memory, all ranks on one host
   int64_t reduced_by_host = 0;     ///< summed in each host's shared memory, then between hosts
@@ -210,7 +211,7 @@ struct ReducerStatistics {
 /// - Parameters may be used several times, in checkpointed segments (reentrant or not), and
 ///   backward may be called several times on one forward.
 ///
-/// Every rank has to freeze and unfreeze the same parameters before the same backward. If ranks
+/// Every rank must freeze and unfreeze the same parameters before the same backward. If ranks
 /// differ, that backward throws RankMismatch on every rank. All ranks can continue once they agree
 /// and have cleared the gradients.
 ///
@@ -260,22 +261,22 @@ class APEX_API Reducer {
 
   /// Call before each forward. Detects parameters that were frozen, unfrozen, or changed dtype,
   /// device or strides. The next backward uses a plan for the new set, or records one. Every rank
-  /// has to make the same changes. Costs nanoseconds per parameter.
+  /// must make the same changes. Costs nanoseconds per parameter.
   void prepare_for_forward();
 
   /// Skips a step on all ranks together, for example after a loss that is not finite, a batch
   /// without a valid sample, or a forward that ran out of memory. Call it on any rank before that
   /// rank's backward, or in a hook during it. The next synchronized backward of all ranks (during
   /// backward: the current one) then ends without gradients: every .grad is undefined on every
-  /// rank, so an optimizer has nothing to step, and step_skipped() is true. Gradients accumulated
-  /// under set_synchronizing(false) are dropped as well.
+  /// rank, so an optimizer steps nothing, and step_skipped() is true. Gradients accumulated under
+  /// set_synchronizing(false) are dropped as well.
   ///
   /// Returns a zero loss, of shape [] and float32, for a rank that has no loss to run backward on.
   /// Its backward() takes part in the other ranks' backward without a gradient. A rank with its own
   /// loss may run backward on that instead. Does not block; the backward blocks as usual.
   ///
   /// Collectives in the module's forward or backward (SyncBatchNorm, broadcast buffers) still need
-  /// every rank, so such a module has to run on the skipping rank as well.
+  /// every rank, so such a module must also run on the skipping rank.
   /// @throws Error with set_deferred(), with a bucket callback but without skip_failed_steps, on a
   ///         device where ranks do not read each other's reports (without check_steps and
   ///         skip_failed_steps), and while a backward is ending, e.g. from a bucket callback.
@@ -310,22 +311,22 @@ class APEX_API Reducer {
   GradientStatistics gradient_statistics() const;
   /// The same for each parameter, in the order of parameters().
   std::vector<ParameterNorms> parameter_norms() const;
-  /// GradientStatistics::norm, if every gradient is still the one that the last backward left.
-  /// nullopt without the option, on devices other than the CPU, or if a gradient was replaced or
-  /// changed since, as seen from its version and a sample of its elements. May miss a change of
-  /// single elements through .data().
+  /// GradientStatistics::norm, if no gradient changed since the last backward. nullopt without the
+  /// option, on devices other than the CPU, or if a gradient was replaced or changed. Changes are
+  /// detected from the gradient's version and a sample of its elements, so a change of single
+  /// elements through .data() may be missed.
   std::optional<double> gradient_norm() const;
 
   /// Also compares `replicas()`, besides the parameters; see ReducerOptions::replica_check_every.
-  /// `replicas` is called in some synchronized backwards, on the thread that ends them. It has to
+  /// `replicas` is called in some synchronized backwards, on the thread that ends them. It must
   /// return the same names in the same order on every rank; otherwise only parameters are compared.
   /// `taken_over` is called after OnDivergence::kResync. Not during backward.
   void set_replicas(std::function<std::vector<Replica>()> replicas,
                     std::function<void()> taken_over = {});
-  /// Compares all of the state in the next synchronized backward instead of a part, as after
-  /// loading a checkpoint. Every rank may call it, or only some; what is compared then is the same.
-  /// Has no effect where replicas are not compared: see ReducerOptions::replica_check_every. Does
-  /// not block.
+  /// Makes the next synchronized backward compare all of the state instead of a part, for example
+  /// after loading a checkpoint. It compares the same state whether all ranks or only some call
+  /// this. Has no effect where replicas are not compared: see ReducerOptions::replica_check_every.
+  /// Does not block.
   void check_replicas_next();
 
   /// Optional check for an optimizer that is about to step these parameters. A step inside
@@ -339,14 +340,14 @@ class APEX_API Reducer {
   /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC,
   /// OverlappedOptimizer and amp::LossScaler report their steps themselves; for parameters on the
   /// CPU, steps of other optimizers are detected from how far the parameters have moved. `all`
-  /// means that the caller reports the steps of all optimizers, so that none has to be inferred
-  /// from the parameters. Thread safe; does not block.
+  /// means that the caller reports the steps of all optimizers, so that the reducer need not infer
+  /// steps from the parameters. Thread safe; does not block.
   static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
                                 bool all = true);
 
   /// The group that carries gradients, over the same ranks as the first group passed to the
-  /// constructor; nullptr after release(). For communication hooks. Collectives on it have to be
-  /// issued in the order of the buckets.
+  /// constructor; nullptr after release(). For communication hooks. Issue collectives on it in the
+  /// order of the buckets.
   c10::intrusive_ptr<c10d::ProcessGroup> communicator() const;
 
   /// Call with the outputs of each forward from which a loss may be computed. The reducer then
@@ -381,7 +382,7 @@ class APEX_API Reducer {
   /// backward() still waits, as without this setting, when it records the plan or the order, when
   /// this rank misses a gradient or a parameter is outside the plan (without static_graph), with
   /// check_finite or check_steps, under join(), and with hooks that use finish(). A new plan is
-  /// recorded. Every rank has to make the same call.
+  /// recorded. Every rank must make the same call.
   void set_deferred(bool on);
   /// The value set by set_deferred(); false by default. Does not block.
   bool deferred() const;
@@ -389,8 +390,8 @@ class APEX_API Reducer {
   /// Waits until the gradients of these parameters (indices into parameters()) are complete: on CPU
   /// backends the host waits, on NCCL the current stream. Calls the bucket callback for each bucket
   /// that holds one of them. Does nothing for complete gradients.
-  /// @throws CommunicationError, what the callback throws, and InvalidArgument for an index out of
-  ///         range.
+  /// @throws CommunicationError; InvalidArgument for an index out of range. Exceptions of the
+  ///         callback propagate.
   void wait_for(const std::vector<int64_t>& parameters);
 
   /// The same for all parameters.
@@ -417,8 +418,8 @@ class APEX_API Reducer {
   /// and 3 are sums of n float32 and float64 values. Forwards have k = 0 and are announced before
   /// any backward, by the C++ module or else by the caller. After the first such forward,
   /// kBackwardEnd is announced as well, and buckets are launched when backward ends. Between
-  /// kBackward and kBackwardEnd a rank without data takes part in what is announced, before it
-  /// calls shadow_backward_end().
+  /// kBackward and kBackwardEnd, a rank without data takes part in every announced collective
+  /// before it calls shadow_backward_end().
   ///
   /// @throws RankMismatch on every rank if active ranks announce different things.
   JoinEvent announce(JoinEvent::Kind kind, int64_t argument);
@@ -436,35 +437,35 @@ class APEX_API Reducer {
   int64_t last_with_data(bool followed, int64_t states = 0) const;
   void shadow_backward_end();
 
-  /// Replaces the all-reduce and the averaging by a hook; nullptr restores them. The next backward
-  /// agrees on a new plan. Every rank has to make the same call. Where gradients are on the CPU,
-  /// the next backward throws RankMismatch on every rank if some ranks have not.
+  /// Replaces the all-reduce and the averaging by a hook; nullptr restores them. In the next
+  /// backward the ranks agree on a new plan. Every rank must make the same call. For gradients on
+  /// the CPU, the next backward throws RankMismatch on every rank if some ranks did not make it.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
 
-  /// Discards the plan; the next backward records a new one. Every rank has to make the same call,
-  /// as for set_comm_hook().
+  /// Discards the plan; the next backward records a new one. Every rank must make the same call, as
+  /// for set_comm_hook().
   void rebuild_buckets();
 
   /// The former name of rebuild_buckets().
   [[deprecated("renamed to rebuild_buckets()")]] void relearn() { rebuild_buckets(); }
 
-  /// Drops the references to the process groups, which are destroyed with their last reference: a
-  /// graph that keeps the reducer alive must not keep its groups. For the end of a process; not
-  /// collective. A later backward that would have to synchronize throws. Idempotent.
+  /// Drops the references to the process groups, so that a graph that keeps the reducer alive does
+  /// not keep the groups alive. For the end of a process; not collective. A later synchronized
+  /// backward throws. Idempotent.
   void release();
 
   /// Calls release() on every reducer of this process, including reducers that only graphs refer
-  /// to, and waits until the groups that reducers created are destroyed. For the end of a process
-  /// that may hold reducers in global variables. Blocks; skips reducers with a backward in
-  /// progress.
+  /// to, and waits until the groups that reducers created are destroyed. Call it at the end of a
+  /// process, for reducers in global variables. Blocks; skips reducers with a backward in progress.
   static void release_all();
 
   /// The current plan (indices into parameters()); nullopt before the first backward.
   std::optional<BucketPlan> plan() const;
 
-  /// Uses `plan`, saved from plan() of the same model, from the next backward on, if the parameters
-  /// that get a gradient are exactly those in the plan. Collective: every rank uses rank 0's plan.
-  /// @throws InvalidArgument if it names other parameters than these, or mixes dtypes or devices.
+  /// Uses `plan`, which plan() returned for the same model, from the next backward on, if exactly
+  /// the parameters in the plan get a gradient. Collective: every rank uses rank 0's plan.
+  /// @throws InvalidArgument if a parameter is missing or unknown, or if a bucket mixes dtypes or
+  ///         devices.
   void set_plan(const BucketPlan& plan);
 
   /// The flat buffer of each bucket of the plan, [elements], in launch order. For a bucket that is
@@ -478,19 +479,19 @@ class APEX_API Reducer {
 
   ReducerStatistics statistics() const;
 
-  /// With `on`, records the times of each synchronized backward from the next one on, for
-  /// overlap_report(). Costs a clock read per gradient and a few per bucket. On devices other than
-  /// the CPU it also records a timed event each time, and a stream of torch's pool waits for each
-  /// bucket; neither the host nor the stream of backward waits. Inactive while a device graph is
-  /// captured. `false` discards the last report and leaves a cost of one branch. Waits for a
-  /// deferred backward.
-  /// @throws Error while a backward is running, and what wait() throws.
+  /// Records the times of each synchronized backward from the next one on, for overlap_report(), if
+  /// `on`. Costs a clock read per gradient and a few per bucket. On devices other than the CPU it
+  /// also records a timed event each time, and a stream of torch's pool waits for each bucket;
+  /// neither the host nor the stream of backward waits. Inactive while a device graph is captured.
+  /// `false` discards the last report; the remaining cost is one branch. Waits for a deferred
+  /// backward.
+  /// @throws Error while a backward is running; errors of wait().
   void record_overlap(bool on);
 
-  /// How much communication the last recorded synchronized backward of this rank hid. A backward
-  /// counts once all its buckets were waited for: a deferred one after wait() or wait_for(), and
-  /// until then this returns the report of the one before it. nullopt if there is none. Leaves out
-  /// the messages that agree on a plan, and late gradients that were reduced outside the plan.
+  /// How much communication the last recorded synchronized backward of this rank hid. A deferred
+  /// backward counts after wait() or wait_for() has waited for all of its buckets; until then this
+  /// returns the report of the backward before it. nullopt if there is none. Leaves out the
+  /// messages that agree on a plan, and late gradients that were reduced outside the plan.
   ///
   /// On the CPU this does not block. The arrival time is when the future of the backend's Work
   /// completed, or, for a backend without futures, when the wait for the bucket returned, which is

@@ -56,10 +56,10 @@ APEX_API void take_optimizer_state(const ParameterShards& shards, torch::optim::
 ///       optimizer.step();
 ///     }
 ///
-/// Gradients are complete and the same on every rank, as the wrapper leaves them; clip and unscale
-/// them as usual. The resulting parameters are bit for bit those of the plain optimizer if elements
-/// are stepped independently (steps_elementwise_v). For other optimizers a rank gets whole
-/// parameters.
+/// Gradients must be complete and the same on every rank, as after a backward of the wrapper. Clip
+/// and unscale them as usual. The resulting parameters are bit for bit those of the plain optimizer
+/// if elements are stepped independently (steps_elementwise_v). For other optimizers a rank gets
+/// whole parameters.
 ///
 /// Algorithm: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 /// Models", SC 2020, stage 1. Not thread safe.
@@ -79,7 +79,7 @@ class ShardedOptimizer {
 
   /// @param costs  cost of each parameter's step; empty: its number of elements. See
   ///               assign_shards().
-  /// @param replicas  all ranks that train the model, if `group` is a part of them, such as the
+  /// @param replicas  all ranks that train the model, if `group` has only some of them, such as the
   ///                  ranks of one host (distributed::host_id()). Null: `group`.
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
@@ -98,10 +98,10 @@ class ShardedOptimizer {
 
   /// Steps this rank's share and receives the others. Collective. Blocks the host (CPU), or is
   /// enqueued on the current stream (NCCL).
-  /// @throws CommunicationError, InvalidArgument for a sparse gradient, and what Optim throws. The
+  /// @throws CommunicationError; InvalidArgument for a sparse gradient; exceptions of Optim. The
   ///         other ranks then throw CommunicationError, over NCCL in a later collective. Parameters
-  ///         are those from before the step, or (on all ranks of a host, or over NCCL) those after
-  ///         it. The group cannot be used any more.
+  ///         have their values from before the step, or (on all ranks of a host, or over NCCL) from
+  ///         after it. The group cannot be used any more.
   void step() {
     try {
       shards_.take_gradients();
@@ -184,8 +184,8 @@ class ShardedOptimizer {
     return result;
   }
 
-  /// The optimizer of this rank's share. Its options, which schedulers may change, have to be the
-  /// same on every rank.
+  /// The optimizer of this rank's share. Its options, which schedulers may change, must be the same
+  /// on every rank.
   Optim& optimizer() { return optimizer_; }
   const ParameterShards& shards() const { return shards_; }
 

@@ -20,14 +20,14 @@ namespace apex::parallel {
 APEX_API std::string stall_report();
 
 /// Adds lines about what this process is doing, such as "step 17, loading data". Verdicts of this
-/// process and of other ranks show them if this rank holds others up. `read` is called on a thread
-/// of the library, even while the main thread is busy. It must not throw or wait for other ranks.
-/// Thread safe.
+/// process and of other ranks show them if other ranks wait for this rank. `read` is called on a
+/// thread of the library, even while the main thread is busy. It must not throw or wait for other
+/// ranks. Thread safe.
 APEX_API void add_state_reader(std::function<std::string()> read);
 
 /// Calls `callback` with each text about other ranks that the library writes to stderr: stall
 /// verdicts, and notices that a communicator was aborted because a rank is gone. The callback runs
-/// on a thread of the library that has other work to do, so it must not block or wait for other
+/// on a thread that the library also uses for other work, so it must not block or wait for other
 /// ranks. Replaces the previous callback; an empty one removes it. Thread safe.
 APEX_API void on_notice(std::function<void(const std::string& text)> callback);
 

@@ -23,7 +23,7 @@ struct RankTimes {
   double ratio = 1;              ///< own_s divided by the median of the other ranks
   double last_share = 0;         ///< share of steps in which this rank took longest
   double gap_s = 0;              ///< longest time between two gradients of a backward
-  int64_t gap_from = -1;         ///< the gradients around that gap, most often: indices into
+  int64_t gap_from = -1;         ///< the gradients around the most frequent such gap: indices into
   int64_t gap_to = -1;           ///< Reducer::parameters(); -1: the gap is before the first
   std::string gap_from_name;     ///< their names; empty for -1
   std::string gap_to_name;
@@ -32,8 +32,8 @@ struct RankTimes {
 struct StragglerReport {
   int64_t steps = 0;             ///< number of steps, the most recent ones, at most 256
   std::vector<RankTimes> ranks;  ///< by rank of the group
-  /// The rank that delays the others, or -1. Over at least ten steps it takes 2 % longer than their
-  /// median, and it is last more often than by chance, by three standard deviations.
+  /// The rank that delays the others, or -1. Over at least ten steps its own part takes 2% longer
+  /// than their median, and it is last more often than by chance, by three standard deviations.
   int64_t straggler = -1;
 };
 

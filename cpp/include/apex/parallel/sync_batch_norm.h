@@ -43,7 +43,7 @@ struct SyncBatchNormArguments {
   at::Tensor bias;                 // [C], 0 if absent
   at::Tensor running_mean;         // [C], updated in place in training
   at::Tensor running_var;          // [C], updated in place with the unbiased variance
-  at::Tensor num_batches_tracked;  // one number of any type, counts training batches
+  at::Tensor num_batches_tracked;  // one number of any type that counts training batches
   // Weight of this batch. nullopt: average over all batches that num_batches_tracked counts;
   // without num_batches_tracked, as in torch, the running statistics do not change.
   std::optional<double> momentum = 0.1;
@@ -101,8 +101,8 @@ struct SyncBatchNormOptions {
 };
 
 /// The module. Parameters `weight` and `bias` and buffers `running_mean`, `running_var` and
-/// `num_batches_tracked` have the names of torch::nn::BatchNorm2d, so that archives fit both ways.
-/// In evaluation it uses the running statistics, or those of its own batch if it has none.
+/// `num_batches_tracked` have the names of torch::nn::BatchNorm2d, so that either module loads the
+/// other's archives. In evaluation it uses the running statistics, or without them the batch's own.
 ///
 ///     torch::nn::Sequential layers(torch::nn::Conv2d(3, 64, 3), apex::parallel::SyncBatchNorm(64),
 ///                                  torch::nn::ReLU());
@@ -175,7 +175,7 @@ APEX_API torch::nn::Sequential revert_sync_batch_norm(const torch::nn::Sequentia
 
 /// For a rank that has run out of data, see Reducer::begin_join(): takes part, with an empty batch,
 /// in the collectives that SyncBatchNorm layers over all ranks announce as JoinEvent::kCustom.
-/// `device` is the model's. Collective; blocks as the layers do.
+/// `device` is the device of the model. Collective; blocks like the layers.
 APEX_API void follow_sync_batch_norm(int64_t announced, at::Device device);
 
 /// Sets the layer_name of every SyncBatchNorm in `model`.

@@ -39,7 +39,7 @@ void train(const char* path, const std::string& way) {
   namespace dist = apex::distributed;
   dist::init_process_group("gloo");
   const int rank = dist::rank();
-  torch::manual_seed(100 + rank);  // the wrapper has to make the ranks equal
+  torch::manual_seed(100 + rank);  // the wrapper must make the ranks equal
   apex::parallel::DistributedDataParallelOptions options;
   if (way == "no_sync") options.bucket_cap_mb(25);
   apex::parallel::DistributedDataParallel model(Net(), options);

@@ -8,7 +8,7 @@
 /// index, barrier and exchange between lanes is computed as on a GPU. Only the order of threads is
 /// the emulator's, and memory is host memory.
 ///
-/// A launch is complete when it returns. Its threads take turns: each runs until it has to wait for
+/// A launch is complete when it returns. Its threads take turns: each runs until it must wait for
 /// other threads. A launch returns an error if not all threads of a block reach a barrier, if they
 /// reach different barriers, or if not all lanes of a warp take part in an exchange. Missing
 /// barriers show as wrong results under one of the orders. Missing fences are not detected, nor are

@@ -39,7 +39,7 @@ def kill_children(limit_s: float = 5.0) -> None:
 def main(launcher: str, options: str, end: str, *command: str) -> None:
     """Replace this process by the command with the options inserted at index ``end``:
     ``--rank=RANK`` is an option and its environment variable."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the launcher is killed, this process is too
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process with the launcher
     if os.getppid() != int(launcher):
         sys.exit("multiproc: the launcher has ended.")
     if os.environ["RANK"] != "0":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reads what ``multiproc`` needs from a script and its arguments, without running the script."""
+"""Finds the options for ``multiproc`` in a script and its arguments, without running the script."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def options_taken(script: Path) -> tuple[str, ...]:
 
 
 def options_end(arguments: Sequence[str]) -> int:
-    """The index of the first ``--``, behind which no argument is an option."""
+    """The index of the first ``--``. No argument after it is an option."""
     return [*arguments, "--"].index("--")
 
 

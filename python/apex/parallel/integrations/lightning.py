@@ -69,7 +69,7 @@ class ApexStrategy(DDPStrategy):
             the process group.
 
     Raises:
-        TypeError: for an option that neither of the two has.
+        TypeError: for an option of neither ``DDPStrategy`` nor the wrapper.
 
     A ``ddp_comm_hook`` is also registered on the CPU. ``Trainer(sync_batchnorm=True)`` converts
     to :class:`apex.parallel.SyncBatchNorm`. Manual optimization and parameters that a step does not

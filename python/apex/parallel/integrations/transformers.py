@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A ``Trainer`` of transformers that trains as one process with the batches of all ranks would.
+"""A ``Trainer`` of transformers whose results are those of one process with all ranks' batches.
 
 Like transformers' own ``Trainer``, it needs the packages ``transformers`` and ``accelerate``.
 """
@@ -65,9 +65,9 @@ def _trains(model: nn.Module) -> bool:
 class WeightedTrainer(Trainer):
     """transformers' ``Trainer`` with :class:`apex.parallel.DistributedDataParallel`.
 
-    The gradient of each optimizer step is that of the mean loss over all labels of the step: those
-    of all ranks and of all micro-batches of ``gradient_accumulation_steps``, for any numbers of
-    labels. The gradient norm, clipping and the logged loss use that gradient and mean.
+    The gradient of each optimizer step is that of the mean loss over all labels of all ranks and of
+    all micro-batches of ``gradient_accumulation_steps``, for any numbers of labels. The gradient
+    norm, clipping and the logged loss use that gradient and mean.
 
     The model's loss must be a mean over the items of one micro-batch, and :meth:`count_items` must
     return the number of these items. ``num_items_in_batch`` is not passed to the model,
@@ -115,7 +115,7 @@ class WeightedTrainer(Trainer):
 
         Returns:
             A tensor of shape ``[]``, on the device of the labels. If it is 0, the loss may be NaN,
-            but its gradient must be finite, as that of ``cross_entropy`` is.
+            but its gradient must be finite, as with ``cross_entropy``.
         """
         labels = inputs.get("shift_labels")
         if labels is None:
