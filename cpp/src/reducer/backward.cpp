@@ -718,18 +718,28 @@ void Backward::compare_replicas(const StepTable& table) {
   const std::string why = reporter_.replicas.locate();
   if (why.empty()) return;
   const OnDivergence action = context_.options.on_divergence;
-  if (action == OnDivergence::kRaise ||
-      (action == OnDivergence::kResync && !reporter_.replicas.resync_helps())) {
-    pass_.out_of_step = context_.me() + why;
+  if (action == OnDivergence::kResync && reporter_.replicas.resync_helps()) {
+    const std::string whose = reporter_.replicas.resync();
+    reporter_.tracker.forget();
+    // Skip the step unless the callback has already used these gradients: one rank computed its
+    // gradients at a different state.
+    pass_.skipped = !context_.bucket_callback;
+    if (context_.members.rank == 0)
+      notify(why + ". " + whose + (pass_.skipped ? ", and this step is skipped" : ""));
     return;
   }
-  if (context_.members.rank == 0) notify(why);
-  if (action == OnDivergence::kWarn) return;
-  reporter_.replicas.resync();
-  reporter_.tracker.forget();
-  // Skip the step unless the callback has already used these gradients: one rank computed its
-  // gradients at a different state.
-  pass_.skipped = !context_.bucket_callback;
+  const std::string told =
+      why + (action == OnDivergence::kResync
+                 ? ". Copies of the majority's state have not helped, so something else differs, "
+                   "such as the state of optimizers: load a checkpoint of both on every rank"
+                 : ": load a checkpoint on every rank, or construct with on_divergence='resync', "
+                   "which copies the majority's state to all ranks; if they differ on purpose, use "
+                   "replica_check_every=0");
+  if (action != OnDivergence::kWarn) {
+    pass_.out_of_step = context_.me() + told;
+  } else if (context_.members.rank == 0) {
+    notify(told);
+  }
 }
 
 void Backward::order_by_need() {

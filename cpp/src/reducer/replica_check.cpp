@@ -161,13 +161,11 @@ std::string ReplicaCheck::locate() {
   }
   return text + " (found in backward number " + std::to_string(context_.backward_number) +
          "). Probable causes are other weights loaded on some ranks, an optimizer step with "
-         "gradients that were not averaged, or a memory error: load a checkpoint on every rank, or "
-         "construct with on_divergence='resync', which copies the majority's state to all ranks; "
-         "if they differ on purpose, use replica_check_every=0" +
+         "gradients that were not averaged, or a memory error" +
          note_on_ranks(*context_.members.control());
 }
 
-void ReplicaCheck::resync() {
+std::string ReplicaCheck::resync() {
   const std::vector<at::Tensor> tensors = std::exchange(apart_, {});
   context_.monitor.open([&] {
     broadcast_coalesced(tensors, context_.members.control(), like_, kBroadcastBytes,
@@ -175,6 +173,7 @@ void ReplicaCheck::resync() {
   });
   context_.parameters.forget_versions();
   if (taken_over) context_.monitor.open(taken_over);
+  return "rank " + std::to_string(like_) + "'s state was copied to all ranks";
 }
 
 }  // namespace apex::parallel::detail

@@ -60,8 +60,8 @@ class ReplicaCheck {
   /// differ or were reported before. Collective; blocks the host.
   std::string locate();
   /// After locate() has reported a difference: all ranks take over the differing tensors of the
-  /// majority. Collective; blocks the host.
-  void resync();
+  /// majority. Collective; blocks the host. Describes whose.
+  std::string resync();
   /// False if ranks differ again and again. Then something else differs, such as optimizer states.
   bool resync_helps() const { return reported_ <= kTries; }
 
