@@ -107,8 +107,10 @@ class ShardedOptimizer {
       shards_.take_gradients();
       optimizer_.step();
     } catch (const std::exception& error) {
-      shards_.drop_gradients();
-      shards_.give_up(error.what());
+      give_up(error.what());
+      throw;
+    } catch (...) {
+      give_up("an exception that is not a std::exception");
       throw;
     }
     shards_.drop_gradients();
@@ -190,6 +192,10 @@ class ShardedOptimizer {
   const ParameterShards& shards() const { return shards_; }
 
  private:
+  void give_up(const std::string& why) {
+    shards_.drop_gradients();
+    shards_.give_up(why);
+  }
   const torch::optim::OptimizerOptions& options() const {
     return optimizer_.param_groups().front().options();
   }
