@@ -156,10 +156,22 @@ def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) ->
         )
 
 
-def _other_backend(group: dist.ProcessGroup) -> str | None:
-    """new_group()'s argument for the backends of ``group``; None for those of the default group."""
-    own = dist.get_backend_config(group)
-    return None if own == dist.get_backend_config() else own
+def _new_group(
+    ranks: list[int], like: dist.ProcessGroup, local: bool = False
+) -> dist.ProcessGroup:
+    """``new_group()`` with the backends and the timeout of ``like``.
+
+    ``local``: only ``ranks`` call it, not all ranks.
+    """
+    own = dist.get_backend_config(like)
+    new_group: Any = dist.new_group
+    made = new_group(
+        ranks,
+        use_local_synchronization=local,
+        timeout=timeout_of(like),
+        backend=None if own == dist.get_backend_config() else own,
+    )
+    return cast(dist.ProcessGroup, made)
 
 
 def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -180,13 +192,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         local = len(ranks) < world_group().size()
         if local:
             _require_same_count(group, "num_allreduce_streams > 1", "num_allreduce_streams=1")
-        new_group: Any = dist.new_group
-        made = new_group(
-            ranks,
-            use_local_synchronization=local,
-            timeout=timeout_of(group),
-            backend=_other_backend(group),
-        )
+        made = _new_group(ranks, group, local)
     return cast(dist.ProcessGroup, made)
 
 
@@ -234,25 +240,14 @@ def split(
     mine = next(i for i, part in enumerate(parts) if group.rank() in part)
     lists = [[number[rank] for rank in part] for part in parts]
     if all_ranks:
-        made = [
-            dist.new_group(ranks=ranks, timeout=timeout_of(group), backend=_other_backend(group))
-            for ranks in lists
-        ][mine]
-        return cast(dist.ProcessGroup, made)
+        return [_new_group(ranks, group) for ranks in lists][mine]
     if device is not None:  # see Note [Communicators that are split]
         raise ValueError(
             f"{argument}: a subgroup with NCCL bound to a device and another backend cannot be "
             f"split: use {remedy}."
         )
     _require_same_count(group, argument, remedy)
-    new_group: Any = dist.new_group
-    made = new_group(
-        lists[mine],
-        use_local_synchronization=True,
-        timeout=timeout_of(group),
-        backend=_other_backend(group),
-    )
-    return cast(dist.ProcessGroup, made)
+    return _new_group(lists[mine], group, local=True)
 
 
 # Note [Who holds a process group at exit]
@@ -263,6 +258,7 @@ def split(
 # - The graph of a loss that is still referenced. Its hooks hold the reducer, which holds its
 #   groups.
 # - Wrappers in global variables, which the interpreter may clear after c10d's own state.
+# - Default arguments in torch.distributed.nn.functional: the default group, if that module is
 #   first imported after init_process_group(). Every optimizer imports torch._dynamo, which imports
 #   it. This file imports it above, and is normally imported first, so the defaults hold no group.
 _in_use = False
