@@ -156,9 +156,7 @@ def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) ->
         )
 
 
-def _new_group(
-    ranks: list[int], like: dist.ProcessGroup, local: bool = False
-) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], like: dist.ProcessGroup, local: bool = False) -> dist.ProcessGroup:
     """``new_group()`` with the backends and the timeout of ``like``.
 
     ``local``: only ``ranks`` call it, not all ranks.
