@@ -71,16 +71,17 @@ class ShardedOptimizer {
  public:
   /// Collective; blocks the host. Broadcasts rank 0's parameters.
   /// @param defaults  options of Optim, such as torch::optim::AdamWOptions(1e-3).
+  /// @param replicas  all ranks that train the model, if `group` has only some of them, such as
+  ///                  distributed::new_group_of_host(). Null: `group`.
   /// @throws as ParameterShards().
   template <typename Options>
   ShardedOptimizer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                   Options defaults)
-      : ShardedOptimizer(named_parameters_of(module), std::move(group), std::move(defaults)) {}
+                   Options defaults, c10::intrusive_ptr<c10d::ProcessGroup> replicas = {})
+      : ShardedOptimizer(named_parameters_of(module), std::move(group), std::move(defaults), {},
+                         !steps_elementwise_v<Optim>, std::move(replicas)) {}
 
   /// @param costs  cost of each parameter's step; empty: its number of elements. See
   ///               assign_shards().
-  /// @param replicas  all ranks that train the model, if `group` has only some of them, such as the
-  ///                  ranks of one host (distributed::host_id()). Null: `group`.
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
                    c10::intrusive_ptr<c10d::ProcessGroup> group, Options defaults,
