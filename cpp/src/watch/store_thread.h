@@ -72,7 +72,6 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   /// throws, calls it once more over a new connection.
   /// @throws Error if the store is gone or cannot be reached; exceptions of `body`.
   void run(const Body& body);
-  /// Whether the store still exists.
   bool is_there() const { return static_cast<bool>(given_.lock()); }
 
   StoreThread& thread() { return *thread_; }
