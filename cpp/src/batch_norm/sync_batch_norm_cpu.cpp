@@ -127,7 +127,6 @@ struct LoadedStatistics {
   }
 };
 
-/// Weight and bias of all channels.
 struct Affine {
   ChannelParam weight;
   ChannelParam bias;

@@ -71,7 +71,6 @@ class Ranks {
   int64_t rank() const { return group_ ? group_->getRank() : 0; }
   int64_t size() const { return group_ ? group_->getSize() : 1; }
 
-  /// Gathers `number` of every rank.
   std::vector<int64_t> gather(int64_t number) const {
     if (size() == 1) return {number};
     const at::Tensor all =

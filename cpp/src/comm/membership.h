@@ -86,7 +86,6 @@ struct Membership {
   ControlMessage all_gather(const std::string& what, const at::Tensor& mine,
                             const at::Tensor& gathered = {}) const;
 
-  /// The device of control messages.
   at::Device control_device() const;
 };
 

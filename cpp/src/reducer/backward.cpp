@@ -513,7 +513,6 @@ void Backward::refuse(const StepTable& table) {
   }
 }
 
-/// Whether this rank must read the reports of this backward.
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
       context_.options.weighted || context_.options.gradient_statistics) {

@@ -38,7 +38,6 @@ class BackwardObserver {
   virtual void dropped() {}
 };
 
-/// The observers of a reducer.
 class Observers {
  public:
   void add(BackwardObserver* observer) { all_.push_back(observer); }

@@ -25,7 +25,6 @@ namespace apex::parallel {
 /// dtype. Skips other parameters. Not thread safe.
 class ParameterSample {
  public:
-  /// The change of the sampled elements.
   struct Change {
     bool any = false;     ///< an element has another value
     double distance = 0;  ///< sum of the absolute differences

@@ -24,7 +24,6 @@ int64_t bytes_of_state(const at::Tensor& tensor);
 /// a device.
 int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts);
 
-/// The digest of each tensor.
 std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors);
 
 /// The tensors and ranks that differ.

@@ -101,7 +101,6 @@ struct StepReport {
 /// The rows of all ranks. A value type.
 class StepTable {
  public:
-  /// Elements of one row.
   static size_t row_size(size_t parameters);
   /// Writes a row [row_size(used.size())].
   /// @param used       by parameter: whether this rank has a gradient.
@@ -109,7 +108,6 @@ class StepTable {
   static void encode(const StepReport& report, const std::vector<uint8_t>& used,
                      const std::vector<bool>& trainable, int64_t* row);
 
-  /// The name of a parameter.
   using Names = std::function<std::string(size_t parameter)>;
 
   StepTable() = default;
