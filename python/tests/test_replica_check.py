@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import io
 import logging
 import pickle
@@ -299,6 +300,28 @@ def test_replica_check_takes_over_master_weights(ranks: RankPool) -> None:
     ranks.run(3, _resync_masters)
 
 
+def _hooks(rank: int, world: int) -> None:
+    """The module's hook goes with the wrapper, and a saved module needs nothing of this package."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    check_equal(len(net._load_state_dict_pre_hooks), 1, "hooks")
+    saved = io.BytesIO()
+    torch.save(net._load_state_dict_pre_hooks, saved)
+    check(b"apex" not in saved.getvalue(), "the saved hook refers to the package")
+    copied = copy.deepcopy(net)
+    copied.load_state_dict(net.state_dict())
+    again = copy.deepcopy(ddp)
+    train(again, torch.optim.SGD(again.parameters(), lr=0.1), rank, 0, False)
+    check_equal(len(again.module._load_state_dict_pre_hooks), 2, "hooks, of which one is a copy")
+    del ddp
+    gc.collect()
+    check_equal(len(net._load_state_dict_pre_hooks), 0, "hooks after the wrapper")
+
+
+def test_hook_of_the_module_goes_with_the_wrapper(ranks: RankPool) -> None:
+    ranks.run(2, _hooks)
+
+
 def _misuse(rank: int, world: int) -> None:
     """Common mistakes that raise no error."""
     for case in ("local step", "other checkpoint", "local optimizer"):
@@ -328,7 +351,8 @@ def test_replica_check_finds_silent_misuse(ranks: RankPool) -> None:
 def _load(rank: int, world: int) -> None:
     """State that differs after load_state_dict() is found in the next backward, not in 100."""
     later = {"gradient_as_bucket_view": True}
-    for trained, options in ((0, {}), (3, {}), (3, later)):
+    cases = ((0, {}, False), (3, {}, False), (3, later, False), (3, {}, True))
+    for trained, options, inner in cases:
         for who in ("all ranks", "rank 1"):
             torch.manual_seed(7)
             ddp = DistributedDataParallel(Net(), on_divergence="raise", **options)  # type: ignore[arg-type]
@@ -340,7 +364,12 @@ def _load(rank: int, world: int) -> None:
             if who == "rank 1" and rank != 1:
                 other = state
             if who == "all ranks" or rank == 1:
-                ddp.load_state_dict(other)
+                if inner:
+                    ddp.module.load_state_dict(
+                        {name.removeprefix("module."): value for name, value in other.items()}
+                    )
+                else:
+                    ddp.load_state_dict(other)
             texts = ["hold the same state", f"backward number {trained + 1})"]
             if who == "rank 1":
                 texts[0] = "rank 1 holds a different state"

@@ -61,8 +61,8 @@ class StatusBoard : public std::enable_shared_from_this<StatusBoard> {
   std::mutex mutex_;  ///< guards what follows
   std::condition_variable news_;
   RankStatuses statuses_;
-  Clock::time_point answered_{};  ///< start of the last poll that the store answered
-  Clock::time_point failed_{};    ///< when the store last raised an error
+  Clock::time_point answered_;  ///< start of the last poll that the store answered
+  Clock::time_point failed_;    ///< when the store last raised an error
 };
 
 }  // namespace apex::parallel

@@ -21,7 +21,7 @@ from apex._internal.joining import Announcer
 from apex._internal.optimizer_steps import watch_optimizers
 from apex.parallel import _buffers, _options
 from apex.parallel._hooks import Hooks
-from apex.parallel._replicas import Replicas
+from apex.parallel._replicas import Replicas, watch_loads
 from apex.parallel._watched_module import (
     WatchedModule,
     included_parameters,
@@ -93,6 +93,7 @@ class Engine:
         reducer = self.make_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self.sync_buffers()
+        watch_loads(self)
         return reducer
 
     def make_reducer(self, init_sync: bool) -> _core.Reducer:

@@ -32,6 +32,9 @@ class Holds(Protocol):
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The synchronized buffers."""
 
+    def check_replicas_next(self) -> None:
+        """Let the next backward compare all of the state of all ranks."""
+
 
 class Replicas:
     """Lists the replicated state. An engine's reducer calls it; it holds the engine weakly.
@@ -68,6 +71,35 @@ class Replicas:
         if engine is not None:
             for _, parameter, _ in _masters(engine):
                 record_of(parameter).note_agreement(parameter)
+
+
+class OnLoad:
+    """Called before a module loads a state dict: the next backward then compares all of the state.
+
+    A saved module must load without this package, and a copied one has another engine. So it is
+    pickled and copied as a built-in function that takes any arguments and has no effect.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Holds) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, *_: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.check_replicas_next()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("", "format")
+
+
+def watch_loads(engine: Holds) -> None:
+    """Register OnLoad with the module, until the engine is destroyed. Not if it is scripted."""
+    if isinstance(engine.module, torch.jit.ScriptModule):
+        return
+    handle = engine.module._register_load_state_dict_pre_hook(OnLoad(engine))
+    weakref.finalize(engine, handle.remove).atexit = False
 
 
 def _masters(engine: Holds) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -906,7 +906,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Like ``nn.Module``'s, for keys with or without the prefix ``module.``.
 
         Every process must load the same state, because nothing is communicated here. If replicas
-        are compared (``replica_check_every``), the next backward compares the whole state.
+        are compared (``replica_check_every``), the next backward compares the whole state. So it
+        does after ``model.module.load_state_dict()``.
 
         Raises:
             RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
@@ -914,10 +915,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """
         if isinstance(state_dict, Mapping):
             state_dict = _state_dicts.with_prefix(self, state_dict)
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        finally:  # an error may have left some of it loaded
-            self._engine.check_replicas_next()
+        self._engine.check_replicas_next()
+        return super().load_state_dict(state_dict, strict, assign)
 
     # --- copies: the engine and the groups belong to the process ---
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -102,6 +103,13 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",
     std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
+
+/// The same, for ranks in braces.
+inline c10::intrusive_ptr<c10d::ProcessGroup> new_group(
+    std::initializer_list<int> ranks, const std::string& backend = "",
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {}) {
+  return new_group(std::vector<int>(ranks), backend, timeout, nccl);
+}
 
 /// The same for all ranks, as a second communicator.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
