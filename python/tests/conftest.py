@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
+os.environ.setdefault("APEX_FAULTS_SLOWER", "3")  # before the campaign is imported
+
 #: The tests of `scripts/test.sh --quick`: in each area, the ones that draw or compare the most.
 QUICK = (
     "test_amp_programs.py::test_program",

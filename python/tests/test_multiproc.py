@@ -539,7 +539,7 @@ def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) ->
     done = job.finish(launcher)
     assert done.returncode == 128 + number
     assert f"multiproc: stopped by {number.name}" in done.stderr
-    assert job.living() == []
+    assert job.outlive() == []
 
 
 @pytest.mark.processes

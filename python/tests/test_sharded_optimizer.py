@@ -386,6 +386,7 @@ def _after_a_failure(rank: int, world: int, channel: str) -> None:
             lambda: other.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
             lambda: _sharded(nn.Linear(3, 3)),
             lambda: _backward(wrapper),
+            lambda: wrapper.weighted_mean(torch.ones(())),
         ):
             with raises(RuntimeError, "an earlier collective of this process group has failed"):
                 call()

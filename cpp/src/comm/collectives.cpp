@@ -227,7 +227,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
   const std::string why = message_of(cause);
   std::string found = report_failure(group, what);
   // With proof, other explanations would mislead.
-  if (advice == kLookAtOthers && found.find(" has ended (") != std::string::npos)
+  if (advice == kLookAtOthers && (why + found).find(" has ended (") != std::string::npos)
     advice = "see its output, then restart with a new process group";
   if (const size_t again = found.find("; " + why); again != std::string::npos)
     found.erase(again, why.size() + 2);

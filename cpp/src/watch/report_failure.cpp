@@ -73,7 +73,7 @@ void leave_store(const WatchedGroupPtr& group, int64_t others) {
         until);
     return answered ? count->load() : -1;
   };
-  int64_t left = add(1) - 1;
+  int64_t left = add(root->announced.exchange(false) ? 0 : 1) - 1;
   const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
   if (group->rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
   for (; left >= 0 && left < others && Clock::now() < until; left = add(0) - 1)

@@ -10,6 +10,7 @@
 
 #include <apex/error.h>
 
+#include "comm/endings.h"
 #include "distributed/tcp_probe.h"
 #include "watch/forced_unwind.h"
 #include "watch/process_state.h"
@@ -58,32 +59,27 @@ StoreThread::StoreThread(const c10d::TCPStore* server) {
 }
 
 std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
-  using Address = std::pair<std::string, const void*>;  // of the server or of the store
-  struct Known {
-    c10::weak_intrusive_ptr<c10d::Store> base;  // reserves the address; null with a server
-    std::weak_ptr<StoreThread> thread;
-  };
+  // Of the server, or of the store: a new store may get the address and the thread of an old one.
+  using Address = std::pair<std::string, const void*>;
   // Never destroyed: groups may be created while the process exits.
   static auto* const mutex = new std::mutex;
-  static auto* const all = new std::map<std::pair<int64_t, Address>, Known>;
+  static auto* const all = new std::map<std::pair<int64_t, Address>, std::weak_ptr<StoreThread>>;
   const StorePtr base = base_of(store);
   const auto* const server = as_server(base);
   const std::lock_guard<std::mutex> lock(*mutex);
   for (auto known = all->begin(); known != all->end();)
-    known = known->second.thread.expired() ? all->erase(known) : std::next(known);
-  const auto key = std::make_pair(
-      this_pid(),
+    known = known->second.expired() ? all->erase(known) : std::next(known);
+  const Address address =
       server != nullptr
           ? Address(server->getHost() + ' ' + std::to_string(server->getPort()), nullptr)
-          : Address("", base.get()));
-  const auto known = all->find(key);
-  if (known != all->end()) {
-    if (auto thread = known->second.thread.lock()) return thread;
+          : Address("", base.get());
+  std::weak_ptr<StoreThread>& known = (*all)[{this_pid(), address}];
+  std::shared_ptr<StoreThread> thread = known.lock();
+  if (!thread) {
+    thread.reset(new StoreThread(server));
+    known = thread;
   }
-  std::shared_ptr<StoreThread> made(new StoreThread(server));
-  all->insert_or_assign(
-      key, Known{c10::weak_intrusive_ptr<c10d::Store>(server ? StorePtr() : base), made});
-  return made;
+  return thread;
 }
 
 StorePtr StoreThread::connection() {
@@ -110,24 +106,20 @@ void StoreThread::connection_lost() {
 
 int64_t StoreThread::losses() const { return losses_; }
 
-StoreClient::StoreClient(const StorePtr& store, std::optional<Group> group)
-    : thread_(StoreThread::of(store)),
-      group_(std::move(group)),
-      without_server_(thread_->has_server() ? StorePtr() : store),
-      prefix_(prefix_of(store)) {}
-
-bool StoreClient::is_there() const {
-  if (group_ && group_->expired()) return false;
-  return thread_->has_server() || !without_server_.expired();
-}
+StoreClient::StoreClient(const c10d::ProcessGroup& group)
+    : group_(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
+          const_cast<c10d::ProcessGroup*>(&group))),
+      thread_(StoreThread::of(group.getStore())),
+      prefix_(prefix_of(group.getStore())) {}
 
 StorePtr StoreClient::view() {
-  if (!is_there()) throw Error("the group or its store was destroyed");
-  if (!thread_->has_server()) {
-    StorePtr store = without_server_.lock();
-    if (!store) throw Error("the store was destroyed");
-    return store;
-  }
+  auto group = group_.lock();
+  const StorePtr given = group ? group->getStore() : StorePtr();
+  if (group.use_count() == 1)
+    end_elsewhere([group = std::move(group)]() mutable { group.reset(); }, false);
+  group.reset();
+  if (!given) throw Error("the group was destroyed");
+  if (!thread_->has_server()) return given;
   if (view_ && losses_ == thread_->losses()) return view_;
   view_ = thread_->connection();
   losses_ = thread_->losses();

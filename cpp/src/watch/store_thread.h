@@ -24,11 +24,11 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // Note [Stores that are not kept]
 //
-// destroy_process_group() ends the job's store, which frees its port and the memory of its keys. A
-// weak reference would prevent that: c10d's stores are destroyed only with the last weak reference
-// (a process group releases what it holds with the last strong one). So nothing here refers to a
-// store with a server, nor to a prefix store on it. Its address and port are enough for a
-// connection.
+// destroy_process_group() ends the job's store, which frees its port, or removes its file. A weak
+// reference would prevent that: c10d's stores are destroyed only with the last weak reference. (A
+// process group releases what it holds with the last strong one.) So nothing here refers to a store
+// between calls. For a store with a server, address and port are enough for a connection. Any other
+// store is looked up in its group.
 
 /// One thread per store, shared by all groups on it, with its own connection. A store call blocks
 /// while the process that hosts the store is stopped, so no other thread calls the store. On the
@@ -78,10 +78,8 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   using Clock = std::chrono::steady_clock;
   using Body = std::function<void(c10d::Store& store)>;
 
-  using Group = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-
-  /// @param group  the group of the store, without which the store is of no use.
-  explicit StoreClient(const StorePtr& store, std::optional<Group> group = {});
+  /// The store of `group`, which has one.
+  explicit StoreClient(const c10d::ProcessGroup& group);
 
   /// Runs `body` on the thread, after earlier posts. The future is ready when `body` has run and is
   /// destroyed; it holds the exception of `body`.
@@ -92,18 +90,17 @@ class StoreClient : public std::enable_shared_from_this<StoreClient> {
   /// throws, calls it once more over a new connection.
   /// @throws Error if the store is gone or cannot be reached; exceptions of `body`.
   void run(const Body& body);
-  /// Whether the group, or a store without a server, still exists.
-  bool is_there() const;
+  /// Whether the group still exists.
+  bool is_there() const { return !group_.expired(); }
 
   StoreThread& thread() { return *thread_; }
 
  private:
   StorePtr view();
 
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<StoreThread> thread_;
-  const std::optional<Group> group_;
-  const c10::weak_intrusive_ptr<c10d::Store> without_server_;
-  const std::optional<std::string> prefix_;  ///< of the group's store on a server
+  const std::optional<std::string> prefix_;  ///< of the group's store
   StorePtr view_;                            ///< used on the thread, like losses_
   int64_t losses_ = 0;                       ///< losses() when view_ was made
 };

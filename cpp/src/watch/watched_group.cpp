@@ -77,9 +77,7 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& st
     made->processes = parent->processes;
     return made;
   }
-  made->store = std::make_shared<StoreClient>(
-      store, StoreClient::Group(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
-                 const_cast<c10d::ProcessGroup*>(&group))));
+  made->store = std::make_shared<StoreClient>(group);
   made->board = std::make_shared<StatusBoard>(
       made->store, [weak = std::weak_ptr<WatchedGroup>(made)](c10d::Store& shared) {
         const WatchedGroupPtr self = weak.lock();

@@ -64,7 +64,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::atomic<int64_t> hooks_failed{0};  ///< on all ranks; see Note [Hooks that fail]
   std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
   std::atomic<std::chrono::steady_clock::time_point> waits_since;
-  std::atomic<bool> stalled{false};  ///< `stall` is not empty
+  std::atomic<bool> announced{false};  ///< counted as a reader of the reports: see leave_store()
+  std::atomic<bool> stalled{false};    ///< `stall` is not empty
   std::atomic<bool> reported_elsewhere{
       false};  ///< the stall board says that this rank does not wait
   std::atomic<bool> processes_read{false};

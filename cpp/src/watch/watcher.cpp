@@ -193,6 +193,10 @@ void announce_failure(const c10d::ProcessGroup& group, const std::string& what) 
   one->report(
          [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
       .wait_until(Clock::now() + one->patience);
+  // It knows the cause, so rank 0 need not wait until it has read the reports.
+  const WatchedGroupPtr root = one->root();
+  if (root->announced.exchange(true)) return;
+  root->store->post([root](c10d::Store& store) { store.add(root->key(store, "left"), 1); });
 } catch (...) {
   // The other ranks wait until their timeout.
 }

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from apex import _core
+from apex._internal.group_names import name_of
+
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of `group` (default: all ranks), in their order. Collective.
@@ -39,10 +42,12 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, 
     """The value's bytes, padded to one length on all ranks, and the length of each rank's value."""
     device = dist.distributed_c10d._get_object_coll_device(group)
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    size = torch.tensor([own.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(one) for one in sizes]
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = own.numel()
+    # The core's refuses a group that has failed, and reports who is late.
+    _core.all_reduce(sizes, name_of(group), average=False)
+    lengths = sizes.tolist()
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()] = own
     return padded, lengths

@@ -16,6 +16,7 @@ from torch.distributed.algorithms import join as torch_join
 
 from apex import _core
 from apex._internal.flat import flatten, unflatten
+from apex._internal.group_names import name_of
 from apex._internal.refused import DataParallelWrapper
 from apex._internal.tree import find_tensors
 from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
@@ -547,7 +548,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         have run out of data.
         """
         summed = total.detach().to(torch.promote_types(total.dtype, torch.float32), copy=True)
-        dist.all_reduce(summed, group=self.process_group)
+        _core.all_reduce(summed, name_of(self.process_group), average=False)
         return summed.div_(self.total_weight)
 
     # --- skipped steps ---

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from programs import OURS_ONLY, PROGRAMS
 
-TIMEOUT = 8  # s, of every process group
+#: How much longer ranks wait where other tests run beside the campaign.
+SLOWER = float(os.environ.get("APEX_FAULTS_SLOWER", "1"))
+TIMEOUT = 8 * SLOWER  # s, of every process group
 PAUSE = 5  # seconds, for a temporary fault
-GRACE = 5  # s, past the timeout
+GRACE = 5 * SLOWER  # s, past the timeout
 TO_START = 60  # seconds, until the fault is injected
 TO_END = 20  # seconds, for a process that has finished; several end at a time
-LATE = 3  # seconds, for a rank that is late once
-STALL = 1.0  # seconds, after which the others report the stall
+LATE = 3 * SLOWER  # seconds, for a rank that is late once
+STALL = 1.0 * SLOWER  # seconds, after which the others report the stall
 SLOW = 0.05  # seconds, for a rank that is slow in every step
 SLOW_STEPS = 14
 

@@ -67,7 +67,7 @@ def markdown(outcomes: dict[Case, Outcome]) -> str:
         if mine:
             good = sum(verdict in GOOD for verdict in mine)
             counts.append(f"{good} of {len(mine)} cases of {title} end as they should")
-    lines = [HEADER.format(timeout=TIMEOUT, counts=", ".join(counts))]
+    lines = [HEADER.format(timeout=int(TIMEOUT), counts=", ".join(counts))]
     worlds = sorted({case.world for case in outcomes})
     lines.append(f"Each line stands for {', '.join(map(str, worlds))} ranks.\n")
     for store in (False, True):

@@ -38,7 +38,7 @@ def test_faults_survivors_name_operation_and_culprit() -> None:
     chosen = [Case(*case, "apex") for case in CHOSEN]
     assert set(chosen) <= set(cases("apex", [2, 3, 4]))
     # Few at a time: some cases depend on times, and other tests run beside them.
-    outcomes = run(chosen, at_once=2, verbose=False)
+    outcomes = run(chosen, at_once=3, verbose=False)
     wrong = {
         str(case): (o.verdict, o.said) for case, o in outcomes.items() if o.verdict not in GOOD
     }
