@@ -167,12 +167,10 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    end = time.monotonic() + limit_s
-    # In slices: a signal that arrives just before a wait is handled only after it.
-    while not futures.wait([result], min(0.5, max(0.0, end - time.monotonic()))).done:
-        if time.monotonic() >= end:
-            raise RuntimeError("no answer")
-    return result.result()
+    try:
+        return result.result(limit_s)
+    except futures.TimeoutError:
+        raise RuntimeError("no answer") from None
 
 
 def _agree(
