@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,12 @@ import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
 os.environ.setdefault("APEX_FAULTS_SLOWER", "3")  # before the campaign is imported
+
+# A shell that starts the tests in the background may have them ignore SIGINT, and with them the
+# processes that they interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: The tests of `scripts/test.sh --quick`: in each area, the ones that draw or compare the most.
 QUICK = (
