@@ -9,8 +9,8 @@
 # python/tests/conftest.py lists. Use it between changes. The examples are not needed and not built.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
-# APEX_TEST_WORKERS, how many C++ test programs or Python test files run in parallel (default: three for each
-# core, at most 8; 0 for debuggers),
+# APEX_TEST_WORKERS, how many C++ test programs or Python test files run in parallel (default: twice the number of
+# cores, at most 8; 0 for debuggers),
 # APEX_TEST_CPP, OFF to build and run no C++ tests,
 # APEX_TEST_RESULTS, the folder of the results as JUnit XML (default: build/test-results; emptied first), the
 # variables of scripts/venv.sh, and PYTEST_ADDOPTS. Arguments are passed on to pytest.
@@ -29,9 +29,9 @@ if [ "${1:-}" = --quick ]; then
 fi
 if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
 results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}
-# Three for each core: tests wait most of the time, for other ranks, process starts and timeouts.
+# Twice the number of cores, because ranks spend half of the time waiting for each other and for process starts.
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-workers=${APEX_TEST_WORKERS:-$((cores < 3 ? 3 * cores : 8))}
+workers=${APEX_TEST_WORKERS:-$((cores < 4 ? 2 * cores : 8))}
 
 # Install the system's GoogleTest if possible. Otherwise CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
