@@ -54,8 +54,8 @@ std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
   }
 }
 
-WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const StorePtr& store,
-                             const WatchedGroupPtr& parent, const std::string& name) {
+WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent,
+                             const std::string& name) {
   const auto made = std::make_shared<WatchedGroup>();
   made->name = name;
   made->group_name = parent ? parent->group_name : group.getGroupName();
@@ -206,11 +206,10 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
                              const std::string& name = {}) {
   if (group.getSize() == 1) return nullptr;
   if (auto one = find_any(group)) return if_own(std::move(one));
-  const StorePtr store = group.getStore();
-  if (!store) return nullptr;
+  if (!group.getStore()) return nullptr;
   const std::lock_guard<std::mutex> introduction(groups().introduction);
   if (auto one = find_any(group)) return if_own(std::move(one));
-  WatchedGroupPtr one = make_watched(group, store, parent, name);
+  WatchedGroupPtr one = make_watched(group, parent, name);
   std::vector<WatchedGroupPtr> gone;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(groups().mutex);
   gone = groups().by_group.take_gone();
