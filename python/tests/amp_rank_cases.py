@@ -26,7 +26,7 @@ from apex.parallel.LARC import LARC
 
 LEVELS = ("O0", "O1", "O2", "O3", "O1-bf16", "O2-bf16", "O3-bf16")
 STEPS = 5
-CASES_AT_ONCE = 20
+CASES_AT_ONCE = 10
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5),

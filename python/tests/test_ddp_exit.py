@@ -38,12 +38,8 @@ from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4), torch.nn.Linear(4, 1))
 ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 for _ in range(3):
-    optimizer.zero_grad()
-    loss = ddp(torch.randn(8, 3)).square().sum()
-    loss.backward()
-    optimizer.step()
+    ddp(torch.randn(8, 3)).square().sum().backward()
 unused = ddp(torch.randn(8, 3))
 if destroy:
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from ddp_support import RankPool
 pytestmark = pytest.mark.processes
 
 FIRST_SEED = 1000
-CASES = 120  # each takes a third of a second on busy cores
+CASES = 60  # each takes a third of a second on busy cores
 BATCH = 30
 
 

@@ -7,6 +7,7 @@ It compares two ranks with each other and with one process, and stops where they
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,8 +46,10 @@ def test_notebook_trains_two_ranks_and_draws_their_losses(notebook: Any, tmp_pat
     }
     assert texts["compare"] == "the parameters of both ranks are bitwise equal\n"
     assert texts["alone"].startswith("the largest difference of a loss is")
-    streams = {output.get("name") for found in outputs.values() for output in found}
-    assert "stderr" not in streams, texts
+    written = [output for found in outputs.values() for output in found]
+    errors = "".join(output["text"] for output in written if output.get("name") == "stderr")
+    errors = re.sub("Matplotlib is building the font cache.*\n", "", errors)  # on a busy machine
+    assert not errors
     assert "image/png" in outputs["plot"][-1]["data"]
     first, last = (float(word.rstrip(",")) for word in texts["run"].split() if "0." in word)
     assert last < first / 10

@@ -227,10 +227,10 @@ def check_output(script: Script, ranks: int, done: subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("name", "done"),
     [
-        (name, Alone(script.path, script.arguments, forked=name != NOT_FORKED))
-        for name, script in ALL.items()
+        (name, Alone(ALL[name].path, ALL[name].arguments, forked=name != NOT_FORKED))
+        for name in EACH_SCRIPT
     ],
-    ids=ALL,
+    ids=EACH_SCRIPT,
     indirect=["done"],
 )
 def test_script_one_process_trains(name: str, done: subprocess.CompletedProcess[str]) -> None:

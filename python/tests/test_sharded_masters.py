@@ -426,7 +426,7 @@ def _run(pool: RankPool, folder: str, first: int, count: int) -> None:
 def test_sharded_masters_random_programs_step_as_whole_ones(
     ranks: RankPool, tmp_path: pathlib.Path
 ) -> None:
-    _run(ranks, str(tmp_path), 0, 9)
+    _run(ranks, str(tmp_path), 0, 6)
 
 
 def main() -> int:

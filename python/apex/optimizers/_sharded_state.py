@@ -252,6 +252,8 @@ class ShardedState(torch.optim.Optimizer):
         """
         from ._sharded_checkpoint import load_entries
 
+        # The checkpoint's own collectives neither refuse a failed group nor say who is late.
+        all_gather_object(name, self._replicas)
         if (stash := getattr(self, "_amp_stash", None)) is not None:
             stash.lazy_init()
         self._follow_groups()
