@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/opening.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -39,7 +40,9 @@ void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& 
     values.push_back(grad);
   }
   if (values.empty()) return;
-  const auto mark = distributed::make_stream_mark();
+  const bool on_gpu =
+      std::any_of(values.begin(), values.end(), [](auto& one) { return one.is_cuda(); });
+  const auto mark = on_gpu ? distributed::make_stream_mark() : nullptr;
   const bool captured = mark && !mark->set();
   std::vector<at::Tensor> norms;
   if (!captured) norms = norms_of(values, std::numeric_limits<double>::infinity());
