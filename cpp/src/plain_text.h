@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <locale>
 #include <sstream>
+#include <string>
 
 namespace apex::parallel {
 
@@ -11,5 +13,15 @@ namespace apex::parallel {
 struct PlainText : std::ostringstream {
   PlainText() { imbue(std::locale::classic()); }
 };
+
+/// The beginning of the UTF-8 character that `position` lies in, or the text's length. Texts are
+/// cut there, because Python refuses a part of a character.
+inline size_t character_before(const std::string& text, size_t position) {
+  position = std::min(position, text.size());
+  while (position > 0 && position < text.size() &&
+         (static_cast<unsigned char>(text[position]) & 0xC0) == 0x80)
+    --position;
+  return position;
+}
 
 }  // namespace apex::parallel

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "errors.h"
 
+#include <string>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -49,6 +50,14 @@ bool sees_signal(std::thread::id main_thread) {
 }
 
 }  // namespace
+
+void rethrow(nb::python_error& raised, const std::string& what) {
+  if (raised.matches(PyExc_Exception)) throw Error(what + raised.what());
+  raised.restore();
+  python_error error;
+  error.persist();
+  throw error;
+}
 
 void init_errors(nb::module_&) {
   nb::register_exception_translator(translate);

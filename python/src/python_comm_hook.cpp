@@ -10,6 +10,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "errors.h"
 #include "torch_caster.h"
 
 namespace nb = nanobind;
@@ -50,8 +51,8 @@ class PythonCommHook final : public parallel::CommHook {
     const nb::gil_scoped_acquire gil;
     try {
       runner_(BucketView{bucket}, Completion{future});
-    } catch (const nb::python_error& error) {
-      throw Error(std::string("a communication hook raised ") + error.what());
+    } catch (nb::python_error& error) {
+      rethrow(error, "a communication hook raised ");
     }
     return future;
   }
@@ -79,10 +80,6 @@ void init_python_comm_hook(nb::module_& m) {
       .def(
           "buffer", [](const BucketView& self) { return self.bucket.buffer; },
           "The gradients, one after another: a 1-D tensor.")
-      .def(
-          "set_buffer",
-          [](BucketView& self, const at::Tensor& buffer) { self.bucket.buffer = buffer; },
-          nb::arg("buffer"), "Replaces what buffer() returns.")
       .def(
           "gradients", [](const BucketView& self) { return self.bucket.gradients; },
           "Views of the buffer, shaped like the parameters.")

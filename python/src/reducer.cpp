@@ -22,6 +22,7 @@
 #include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "errors.h"
 #include "output_tensors.h"
 #include "python_comm_hook.h"
 #include "torch_caster.h"
@@ -209,8 +210,8 @@ std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object c
     const nb::gil_scoped_acquire gil;
     try {
       (*held)(bucket.index, bucket.parameters);
-    } catch (const nb::python_error& error) {
-      throw Error(std::string("a bucket callback raised ") + error.what());
+    } catch (nb::python_error& error) {
+      rethrow(error, "a bucket callback raised ");
     }
   };
 }
@@ -310,14 +311,14 @@ void init_reducer(nb::module_& m) {
           nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::arg("options"), release())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, release())
       .def("skip_step", &Reducer::skip_step, release())
-      .def_prop_ro("step_skipped", &Reducer::step_skipped)
+      .def_prop_ro("step_skipped", &Reducer::step_skipped, release())
       .def("begin_weight", nb::overload_cast<const at::Tensor&>(&Reducer::begin_weight),
            nb::arg("weight"), release())
       .def("begin_weight_number", nb::overload_cast<double>(&Reducer::begin_weight),
            nb::arg("weight"), release())
       .def("end_weight", &Reducer::end_weight, release())
       .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
-      .def_prop_ro("total_weight", &Reducer::total_weight)
+      .def_prop_ro("total_weight", &Reducer::total_weight, release())
       .def(
           "gradient_statistics",
           [](const Reducer& self) -> std::optional<nb::dict> {

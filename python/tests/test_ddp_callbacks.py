@@ -5,6 +5,8 @@ steps."""
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from ddp_support import (
     gradients,
     host_channel,
 )
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -120,6 +123,73 @@ def _calls_for_used(rank: int, world: int) -> None:
 
 def test_bucket_callback_unused_parameters_called_where_any_rank_used_them(ranks: RankPool) -> None:
     ranks.run(2, _calls_for_used)
+
+
+def _steps_on_a_worker(rank: int, world: int) -> None:
+    """Hazard: a step on another thread, for which the callback waits, waits for the backward."""
+    ddp = DistributedDataParallel(make(), message_size=30)
+    each = {p: torch.optim.SGD([p], lr=0.05) for p in ddp.parameters()}
+    with ThreadPoolExecutor(1) as worker:
+
+        def step(bucket: Any) -> None:
+            for done in [worker.submit(each[p].step) for p in bucket.parameters]:
+                done.result(timeout=20)
+
+        ddp.register_bucket_callback(step)
+        for number in range(3):
+            ddp.zero_grad()
+            backward(ddp, rank, number)
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+
+
+def test_bucket_callback_waits_for_steps_on_another_thread(ranks: RankPool) -> None:
+    ranks.run(2, _steps_on_a_worker)
+
+
+def _interrupted(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+
+    def interrupt(bucket: Any) -> None:
+        raise KeyboardInterrupt
+
+    ddp.register_bucket_callback(interrupt)
+    try:
+        backward(ddp, rank, 0)
+    except KeyboardInterrupt:
+        return
+    raise AssertionError("not interrupted")
+
+
+def test_bucket_callback_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
+    ranks.run(2, _interrupted)
+
+
+def _polled(rank: int, world: int) -> None:
+    """Hazard: a property waits for the reducer with the GIL, and the reducer for the GIL."""
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    norms: dict[Any, Any] = {}
+    for p in net.parameters():  # which makes a Python object of the gradient
+        p.register_post_accumulate_grad_hook(lambda p: norms.__setitem__(p, p.grad.norm()))
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    stop = threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            _ = ddp.total_weight, ddp.step_skipped
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for _ in range(500):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 8)).sum().backward()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_properties_that_another_thread_polls_do_not_stop_training(ranks: RankPool) -> None:
+    ranks.run(1, _polled)
 
 
 def _raises_in_callback(rank: int, world: int) -> None:

@@ -17,6 +17,7 @@ from ddp_support import (
     check,
     check_equal,
     check_near,
+    check_same_on_all_ranks,
     gradients,
     to_reference,
 )
@@ -33,6 +34,42 @@ pytestmark = pytest.mark.processes
 VIEWS = pytest.mark.parametrize("options", [{"message_size": 1}, {"message_size": 1 << 20},
                                             {"message_size": 1, "gradient_as_bucket_view": True}],
                                 ids=["many", "one", "views"])  # fmt: skip
+
+
+def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
+    """Hazard: the remaining wrapper does not own the parameters, and nothing is averaged."""
+    torch.manual_seed(rank)
+    net = nn.Linear(4, 1)
+    net.score = lambda x: nn.Module.__call__(net, x).sigmoid()  # type: ignore[assignment]
+    first = DistributedDataParallel(net)
+    if ends == "same":
+        second = DistributedDataParallel(net)
+    else:
+        second = DistributedDataParallel(nn.Sequential(net, nn.Linear(1, 1)))
+        second(torch.randn(2, 4)).sum().backward()
+    kept = second(torch.randn(2, 4)).sum() if ends == "kept output" else None
+    del second
+    gc.collect()
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        first.zero_grad()
+        out = first.score(x) if how == "method" else first(x)
+        inputs = list(net.parameters()) if how == "inputs" else None
+        out.mean().backward(inputs=inputs)
+        check_same_on_all_ranks([p.grad for p in net.parameters()], how)
+    if kept is not None:
+        kept.backward()  # its wrapper takes the parameters back, for this time
+        del kept
+        gc.collect()
+        first.zero_grad()
+        first.score(torch.randn(8, 4)).mean().backward()
+        check_same_on_all_ranks([net.weight.grad], "afterwards")
+
+
+@pytest.mark.parametrize("ends", ["same", "outer", "kept output"])
+@pytest.mark.parametrize("how", ["method", "inputs", "forward"])
+def test_wrapper_is_dropped_the_other_one_averages(ranks: RankPool, how: str, ends: str) -> None:
+    ranks.run(2, _wrapper_is_dropped, how, ends)
 
 
 def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool) -> None:

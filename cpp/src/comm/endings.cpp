@@ -30,24 +30,27 @@ struct Endings {
   const int64_t pid = this_pid();
 };
 
-// Never destroyed; an atexit handler waits for the threads that still run.
+// Never destroyed; an atexit handler waits for the threads that still run. A forked process has
+// none of these threads, and begins anew.
 Endings& endings() {
-  static auto* all = [] {
-    std::atexit(finish_dropped_groups);
-    return new Endings;
-  }();
-  return *all;
+  static std::atomic<Endings*> all{nullptr};
+  Endings* current = all.load();
+  if (current != nullptr && current->pid == this_pid()) return *current;
+  const bool is_first = current == nullptr;
+  auto* const made = new Endings;
+  if (!all.compare_exchange_strong(current, made)) {  // another thread was faster
+    delete made;
+    return *current;
+  }
+  if (is_first) std::atexit(finish_dropped_groups);
+  return *made;
 }
 
 }  // namespace
 
 void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
   Endings& all = endings();
-  if (all.pid != this_pid()) {  // forked: there is no thread to join
-    new std::function<void()>(std::move(end));
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::unique_lock<std::mutex> lock(all.mutex);
   for (Endings::Ending& ending : all.running) {
     if (ending.done->load()) ending.thread.join();
   }
@@ -68,6 +71,7 @@ void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
     });
     all.running.push_back({std::move(thread), std::move(done), may_be_stuck});
   } catch (const std::system_error&) {
+    lock.unlock();  // what ends may end something else
     call();
   }
 } catch (...) {
@@ -75,7 +79,6 @@ void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
 }
 
 void finish_dropped_groups() {
-  if (endings().pid != this_pid()) return;  // forked: the threads do not exist
   std::vector<Endings::Ending> running;
   {
     const std::lock_guard<std::mutex> lock(endings().mutex);

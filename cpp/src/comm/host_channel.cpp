@@ -15,6 +15,7 @@
 
 #include "comm/host_protocol.h"
 #include "comm/host_sum.h"
+#include "plain_text.h"
 #include "watch/call_log.h"
 
 #if defined(__linux__)
@@ -147,7 +148,7 @@ bool HostChannel::advance_others(const HostChannel* but) {
     }
     for (at::Tensor& tensor : channel->released_) released.push_back(std::move(tensor));
     channel->released_.clear();
-    more = more || !channel->pending_.empty();
+    more = more || (channel->failure_.empty() && !channel->pending_.empty());
   }
   return more;
 }
@@ -221,7 +222,7 @@ HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Mes
   operation->root = message.root;
   operation->keeps_part = message.keeps_part;
   const std::string said = CallLog::in_common(operation->what);
-  copy_bytes(message.what, said.data(), std::min(said.size(), sizeof(message.what) - 1));
+  copy_bytes(message.what, said.data(), character_before(said, sizeof(message.what) - 1));
   APEX_HOST_STEP("message written");
   operation->message = std::make_unique<Message>(message);
   pending_.push_back(operation);

@@ -7,6 +7,7 @@
 
 #include "comm/host_channel.h"
 #include "comm/host_protocol.h"
+#include "plain_text.h"
 
 // Waiting, and detection of peers that have failed.
 
@@ -149,7 +150,7 @@ void HostChannel::tell_end(End end) noexcept {
 void HostChannel::fail(const std::string& why) {
   failure_ = why;
   char* const told = controls_[rank_]->why;
-  copy_bytes(told, why.data(), std::min(why.size(), sizeof(Control::why) - 1));
+  copy_bytes(told, why.data(), character_before(why, sizeof(Control::why) - 1));
   tell_end(End::kFailed);
   throw Error(why);
 }

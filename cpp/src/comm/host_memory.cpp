@@ -69,9 +69,10 @@ int open_file(int64_t pid, const HostPlace& place) {
   if (fd < 0)
     throw_system_error("the memory of process " + std::to_string(pid) + " (" + path + ")");
   struct stat status{};
+  const int seals = ::fcntl(fd, F_GET_SEALS);  // -1: another kind of file
   const bool fits = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
-                    static_cast<uint64_t>(status.st_size) == place.bytes &&
-                    (::fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
+                    static_cast<uint64_t>(status.st_size) == place.bytes && seals >= 0 &&
+                    (seals & F_SEAL_SHRINK) != 0;
   if (!fits) {
     ::close(fd);
     throw Error("the memory of process " + std::to_string(pid) + " (" + path +

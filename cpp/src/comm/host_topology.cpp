@@ -18,6 +18,7 @@
 #include <apex/error.h>
 
 #include "distributed/backends.h"
+#include "plain_text.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {
@@ -42,7 +43,7 @@ constexpr size_t kNumberAt = HostChannel::kFirstBytes - sizeof(uint64_t);
 
 template <typename Text, size_t size>
 void put(Text (&field)[size], const std::string& text) {
-  std::memcpy(field, text.data(), std::min(text.size(), size - 1));
+  std::memcpy(field, text.data(), character_before(text, size - 1));
 }
 
 /// Gathers the record of every rank.

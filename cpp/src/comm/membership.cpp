@@ -50,6 +50,10 @@ Membership::~Membership() {
            static_cast<size_t>(std::count(own.begin(), own.end(), group)) == group.use_count();
   });
   if (!is_last) return;
+  if (pid != this_pid()) {  // forked: the groups' threads, which would be joined, do not exist
+    new std::vector<GroupPtr>(std::move(own));
+    return;
+  }
   const bool failed = std::any_of(
       own.begin(), own.end(), [](const GroupPtr& group) { return group && has_failed(*group); });
   end_elsewhere([own = std::move(own)]() mutable { own.clear(); }, failed);

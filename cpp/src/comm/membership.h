@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "watch/process_state.h"
+
 namespace apex::parallel {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -52,6 +54,7 @@ struct Membership {
   GroupPtr parent;               ///< the group that the user passed
   std::vector<GroupPtr> groups;  ///< carry buckets, in turn; empty after release()
   bool shares_groups = true;     ///< with other users of `parent`, also for CPU tensors
+  int64_t pid = this_pid();      ///< of the process whose groups these are
   int rank = 0;
   int size = 1;
   at::Device device =

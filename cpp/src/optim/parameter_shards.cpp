@@ -538,6 +538,8 @@ const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const 
 
 const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_->tensors; }
 
+void ParameterShards::refuse_failed() const { state_->refuse_failed(); }
+
 void ParameterShards::take_gradients() {
   State& state = *state_;
   const at::NoGradGuard no_grad;

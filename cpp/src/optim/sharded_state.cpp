@@ -133,6 +133,7 @@ namespace detail {
 
 void gather_optimizer_state(const ParameterShards& shards, torch::optim::Optimizer& mine,
                             torch::optim::Optimizer* whole, const State& prototype) {
+  shards.refuse_failed();
   const at::NoGradGuard no_grad;
   c10d::ProcessGroup& group = *shards.group();
   const auto& parameters = shards.parameters();

@@ -727,8 +727,10 @@ void BucketMessage::abandon() {
   tensor_ = at::Tensor();
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.variable.mutable_grad();
-    // A moved gradient is still this rank's own gradient until it is packed.
-    if (slot.moved && !packed && !grad.defined()) grad = slot.view.div(slot.early_scale);
+    // A moved gradient is still this rank's own gradient until it is packed. Nothing else uses its
+    // place, and there may be no memory for a copy.
+    if (slot.moved && !packed && !grad.defined())
+      grad = handed_out(slot.view.div_(slot.early_scale));
     if (packed && slot.view.defined() && grad.defined() && lies_in(grad, slot)) grad = at::Tensor();
     slot.moved = false;
     slot.stash = slot.early = slot.handed = at::Tensor();

@@ -187,6 +187,13 @@ void ParameterTable::retire() {
   }
 }
 
+void ParameterTable::own_orphans() {
+  for (Parameter& parameter : parameters_) {
+    const void* none = nullptr;
+    if (!retired_.load()) parameter.owner->compare_exchange_strong(none, self_);
+  }
+}
+
 void ParameterTable::forget_versions() {
   for (Parameter& parameter : parameters_) parameter.seen_version = version_of(parameter.variable);
 }

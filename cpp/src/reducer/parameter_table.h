@@ -124,6 +124,8 @@ class ParameterTable {
   /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
   /// its parameters.
   void retire();
+  /// Owns the parameters whose owner has retired, unless this reducer has.
+  void own_orphans();
   bool retired() const { return retired_.load(); }
 
   /// Resets the versions that later comparisons use to the current ones.

@@ -384,7 +384,7 @@ void Reducer::set_replicas(std::function<std::vector<Replica>()> replicas,
 }
 
 void Reducer::check_replicas_next() {
-  core_->change([](ReducerState& state) { state.reporter.replicas.compare_all_next(); });
+  core_->note([](ReducerState& state) { state.reporter.replicas.compare_all_next(); });
 }
 
 void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
@@ -396,7 +396,8 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
                                 bool all) {
   for (const auto& core : detail::owners_of(parameters)) {
-    core->change(
+    // Not change(): a bucket callback may wait for this thread.
+    core->note(
         [&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer, all); });
   }
 }

@@ -91,7 +91,17 @@ ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupP
       uneven_(context(), this),
       overtaken_(context().parameters.size(), 0) {}
 
-ReducerCore::~ReducerCore() { BackwardSession::drop(this); }
+ReducerCore::~ReducerCore() {
+  BackwardSession::drop(this);
+  retire();  // a backward after the last time may have taken the parameters back
+}
+
+void ReducerCore::retire() {
+  context().parameters.retire();
+  const auto all = all_reducers();
+  for (auto one = all.rbegin(); one != all.rend(); ++one)
+    (*one)->context().parameters.own_orphans();
+}
 
 void ReducerCore::begin() {
   Membership& members = context().members;

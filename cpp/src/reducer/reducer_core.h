@@ -31,7 +31,8 @@ class ReducerCore final : public BackwardParticipant,
   ~ReducerCore() override;
   /// Compares models, connects, broadcasts, and hooks the parameters. Collective.
   void begin();
-  void retire() { context().parameters.retire(); }
+  /// Hands its parameters over to the last constructed of the reducers that share them.
+  void retire();
 
   // Called by the user.
   void prepare_for_forward();
@@ -45,6 +46,13 @@ class ReducerCore final : public BackwardParticipant,
   auto read(Look&& look) const {
     const Read read(context().monitor);
     return look(const_cast<const ReducerState&>(state_));
+  }
+  /// Calls `body(state)` while nobody changes the state, also in a backward that waits or runs user
+  /// code. Only for what the changing thread does not use meanwhile.
+  template <typename Body>
+  void note(Body&& body) {
+    const Read read(context().monitor);
+    body(state_);
   }
   /// Calls `body(state)` with the right to change, at any time.
   template <typename Body>

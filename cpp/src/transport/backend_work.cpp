@@ -201,9 +201,9 @@ void BackendWorks::add_future(BackendWorkPtr work) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (this_pid() != pid_) throw Error("this process was forked from the one of its group");
     if (ended_) throw Error("the process group was destroyed");
-    futures_.push_back(std::move(work));
-    if (idle_ < futures_.size() && (threads_.empty() || in_callback_ == threads_.size()))
+    if (idle_ <= futures_.size() && (threads_.empty() || in_callback_ == threads_.size()))
       threads_.emplace_back([self = shared_from_this()] { self->run(); });
+    futures_.push_back(std::move(work));
   }
   changed_.notify_one();
 }
@@ -276,8 +276,13 @@ void BackendWorks::run() {
     lock.lock();
     ++in_callback_;
     // A callback may wait for a work that is still queued.
-    if (!futures_.empty() && !ended_ && in_callback_ == threads_.size())
-      threads_.emplace_back([self = shared_from_this()] { self->run(); });
+    if (!futures_.empty() && !ended_ && in_callback_ == threads_.size()) {
+      try {
+        threads_.emplace_back([self = shared_from_this()] { self->run(); });
+      } catch (const std::system_error&) {
+        // No thread can be created: this one serves the queue after the callback.
+      }
+    }
     lock.unlock();
     work->complete_future();
     work.reset();  // its tensors may be held by Python

@@ -112,11 +112,12 @@ using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 /// process may be stopped and whose calls have no deadline.
 HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::string& what,
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
+  refuse_failed_group(what, parent);
   begin_call(parent, what);  // from here on this rank receives and sends failure reports
   HostBackendPtr backend;
   std::promise<HostBackendPtr> promise;
   std::future<HostBackendPtr> made = promise.get_future();
-  std::thread([make = std::move(make), promise = std::move(promise)]() mutable {
+  auto connect = [make = std::move(make), promise = std::move(promise)]() mutable {
     try {
       HostBackendPtr backend = make();
       make = nullptr;  // after the future is set, this thread holds no reference
@@ -125,7 +126,12 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
       make = nullptr;
       promise.set_exception(std::current_exception());
     }
-  }).detach();
+  };
+  try {
+    std::thread(std::move(connect)).detach();
+  } catch (...) {  // the other ranks wait for this one
+    throw_communication_error(what, parent, std::current_exception());
+  }
   const auto deadline = Clock::now() + timeout + kAtTheLatest;
   wait_for_ranks(what, parent, [&](milliseconds slice) {
     const auto now = Clock::now();

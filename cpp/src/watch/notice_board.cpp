@@ -37,7 +37,7 @@ void NoticeBoard::post(c10d::Store& store, const std::string& author,
   store.add(key_ + "/posts", 1);  // last, so that a rank that sees the count finds the entry
 }
 
-int64_t NoticeBoard::posts(c10d::Store& store) const { return store.add(key_ + "/posts", 0); }
+int64_t NoticeBoard::posts(c10d::Store& store) const { return count_of(store, key_ + "/posts"); }
 
 std::map<std::string, std::string> NoticeBoard::read(c10d::Store& store) const {
   std::map<std::string, std::string> by_author;
@@ -46,7 +46,7 @@ std::map<std::string, std::string> NoticeBoard::read(c10d::Store& store) const {
     decode_entries(as_text(store.get(key_)), by_author);
     return by_author;
   }
-  const int64_t last = store.add(key_ + "/next", 0);
+  const int64_t last = count_of(store, key_ + "/next");
   for (int64_t number = 1; number <= last; ++number) {
     const std::string key = key_ + '/' + std::to_string(number);
     if (store.check({key})) decode_entries(as_text(store.get(key)), by_author);
@@ -63,6 +63,11 @@ std::string compare_set(c10d::Store& store, const std::string& key, const std::s
 
 std::string get_or_empty(c10d::Store& store, const std::string& key) {
   return store.check({key}) ? as_text(store.get(key)) : std::string();
+}
+
+int64_t count_of(c10d::Store& store, const std::string& key) {
+  if (store.hasExtendedApi()) return store.add(key, 0);  // one request
+  return std::atoll(get_or_empty(store, key).c_str());
 }
 
 }  // namespace apex::parallel

@@ -45,4 +45,8 @@ std::string compare_set(c10d::Store& store, const std::string& key, const std::s
 /// The value of `key`, or "" if it is unset. Does not wait for the key.
 std::string get_or_empty(c10d::Store& store, const std::string& key);
 
+/// The number that add() has counted under `key`. Unlike `store.add(key, 0)` it adds nothing to the
+/// file of a FileStore, which keeps a record of every call.
+int64_t count_of(c10d::Store& store, const std::string& key);
+
 }  // namespace apex::parallel

@@ -175,7 +175,7 @@ namespace {
 
 /// Polls, and answers if a rank is waiting. Returns how often ranks had asked.
 int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
-  const int64_t asked = store.add(key_of(group, store) + "/asked", 0);
+  const int64_t asked = count_of(store, key_of(group, store) + "/asked");
   if (asked == seen) return asked;
   Whereabouts at = latest_of(group);
   at.asked = asked;
@@ -295,7 +295,7 @@ void StallWatch::Waiting::take_over(const Said& said) const {
 }
 
 void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
-  if (over || alone) return;
+  if (over || alone || round.asked == 0) return;  // the question did not reach the store
   // The store has answered late, so other ranks had no time to answer.
   if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
   const std::string key = key_of_said(*group, store);

@@ -149,15 +149,21 @@ bool WatchedGroup::knows_processes() {
 
 std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
   if (parent) return parent->key(shared, what) + '/' + name;
+  const std::string author = std::to_string(rank);
+  // Each part is done once, even if the store was lost between them.
   if (name_in_store_.empty()) {
     // A store that outlives a group may have seen an earlier group of this name, possibly with
     // fewer ranks, so the key includes the size and counts instances per rank.
-    const std::string author = std::to_string(rank);
-    name_in_store_ = group_name + "/" + std::to_string(size);
-    const int64_t times = shared.add("apex/introduced/" + name_in_store_ + "/" + author, 1);
-    name_in_store_ += "/" + std::to_string(times);
-    if (const auto process = this_process())
-      NoticeBoard(key(shared, "process/" + process->host)).post(shared, author, process->encode());
+    const std::string base = group_name + "/" + std::to_string(size);
+    const int64_t times = shared.add("apex/introduced/" + base + "/" + author, 1);
+    name_in_store_ = base + "/" + std::to_string(times);
+  }
+  if (!introduced_) {
+    if (const auto process = this_process()) {
+      NoticeBoard("apex/process/" + process->host + '/' + name_in_store_)
+          .post(shared, author, process->encode());
+    }
+    introduced_ = true;
   }
   return "apex/" + what + '/' + name_in_store_;
 }

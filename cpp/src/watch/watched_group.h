@@ -101,6 +101,7 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
 
  private:
   std::string name_in_store_;  ///< group name and instance number; used on the store's thread
+  bool introduced_ = false;    ///< the process is published; used on the store's thread
 };
 
 /// A note for messages that name ranks of `group`: these ranks' numbers in the job. Empty if the

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "plain_text.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -28,7 +29,8 @@ namespace {
 std::string shortened(const std::string& cause) {
   constexpr size_t kBegin = 150, kEnd = 450;
   if (cause.size() <= kBegin + kEnd) return cause;
-  return cause.substr(0, kBegin) + " ... " + cause.substr(cause.size() - kEnd);
+  return cause.substr(0, character_before(cause, kBegin)) + " ... " +
+         cause.substr(character_before(cause, cause.size() - kEnd));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <support/counting_store.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <string>
 #include <thread>
@@ -49,6 +50,20 @@ TEST(NoticeBoard, TextsOfAuthors_AreReadAsTheyWerePostedLast) {
               (Texts{{"0", ""}, {"3", "by this"}, {"12 of a", "two\nlines, 3 4\n"}}));
     EXPECT_EQ(NoticeBoard("another").read(*store), Texts{});
   }
+}
+
+// A FileStore keeps a record of every call of add(), and waiting ranks look at the board often.
+TEST(NoticeBoard, LookedAt_NothingIsAddedToAFileStore) {
+  const std::string file = ::testing::TempDir() + "apex_notice_board_looks";
+  std::remove(file.c_str());
+  const auto store = c10::make_intrusive<c10d::FileStore>(file, 1);
+  const NoticeBoard board("test");
+  board.post(*store, "1", "a");
+  const auto before = std::filesystem::file_size(file);
+  for (int look = 0; look < 3; ++look) board.read(*store);
+  EXPECT_EQ(board.posts(*store), 1);
+  EXPECT_EQ(count_of(*store, "unset"), 0);
+  EXPECT_EQ(std::filesystem::file_size(file), before);
 }
 
 // A wrong length must not make the reader loop.

@@ -164,8 +164,8 @@ TEST(ReportFailure, RefusedAfterAFailure_HasStillFailed) {
   EXPECT_TRUE(has_failed(*groups[1]));
 }
 
-// Hazard: a script catches the error of a wrapper and goes on with another wrapper, or with a call of
-// the group itself, in which it would wait again for the lost rank, until the timeout.
+// Hazard: a script catches the error of a wrapper and goes on with another wrapper, or with a call
+// of the group itself, in which it would wait again for the lost rank, until the timeout.
 TEST(ReportFailure, OneGroupOfABoardFails_AllHave) {
   const auto parents = make_stored_groups(2, "parent");
   const auto one = make_stored_groups(2, "one"), other = make_stored_groups(2, "other");

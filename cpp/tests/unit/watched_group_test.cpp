@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -61,6 +62,38 @@ TEST(WatchedGroup, FirstAskedFor_TellsTheOthersWhichProcessThisIs) {
   EXPECT_EQ(watched(*groups[1]), one);
   EXPECT_EQ(find_watched(*groups[1]), one);
   EXPECT_EQ(find_watched(*groups[0]), nullptr);
+}
+
+/// A store whose first call that publishes a rank fails: add(), or append().
+struct FailsOnce final : c10d::HashStore {
+  explicit FailsOnce(bool adds) : adds_(adds) {}
+  int64_t add(const std::string& key, int64_t value) override {
+    if (adds_ && key.find("introduced") != std::string::npos && !std::exchange(failed_, true))
+      throw std::runtime_error("the connection is lost");
+    return HashStore::add(key, value);
+  }
+  void append(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (!adds_ && !std::exchange(failed_, true)) throw std::runtime_error("the connection is lost");
+    HashStore::append(key, value);
+  }
+
+ private:
+  const bool adds_;
+  bool failed_ = false;
+};
+
+// Hazard: from then on the rank reads and writes under other keys than its peers, or they do not
+// know its process.
+TEST(WatchedGroup, StoreIsLostInTheFirstCall_TheNextCompletesIt) {
+  if (!this_process()) GTEST_SKIP() << "no /proc";
+  for (const bool adds : {true, false}) {
+    const StorePtr store = c10::make_intrusive<FailsOnce>(adds);
+    const auto groups = make_stored_groups(2, "lost", store);
+    const WatchedGroupPtr zero = watched(*groups[0]), one = watched(*groups[1]);
+    EXPECT_EQ(zero->key(*store, "status"), one->key(*store, "status"));
+    EXPECT_EQ(NoticeBoard(one->key(*store, "process/" + this_process()->host)).read(*store).size(),
+              2U);
+  }
 }
 
 TEST(WatchedGroup, OneRank_HasNobodyToTell) {

@@ -76,6 +76,10 @@ class APEX_API ParameterShards {
   /// tensors on every call.
   const std::vector<at::Tensor>& tensors() const;
 
+  /// @throws CommunicationError if a step or another collective of the groups has failed on this
+  ///         rank. Ranks may then have state of different steps.
+  void refuse_failed() const;
+
   /// Gives each tensor its part of the parameter's gradient, or none if the gradient is undefined.
   /// Handles a parameter whose memory was replaced (`.data = ...`).
   /// @throws InvalidArgument for a sparse gradient, or a parameter whose dtype, device or number of
