@@ -21,7 +21,8 @@ from ddp_support import RankPool, check, raises
 from striking_store import StrikingStore
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, SyncBatchNorm
+from apex._internal.groups import group_like, split, world_group
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model, syncbn_group
 
 pytestmark = pytest.mark.processes
 
@@ -137,13 +138,17 @@ def _fault(rank: int, world: int, point: str, deed: str) -> str:
     finally:
         if deed == "stopped" and rank == (CULPRIT + 1) % world:
             os.kill(pids[CULPRIT], signal.SIGKILL)
-    check(f"rank {rank} of {world}" in message, message)
     check(operation in message, message)
+    _check_named(rank, world, message)
+    return message
+
+
+def _check_named(rank: int, world: int, message: str) -> None:
+    check(f"rank {rank} of {world}" in message, message)
     named = set(
         re.findall(r"(?:; |failed: )ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message)
     )
     check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
-    return message
 
 
 def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
@@ -169,6 +174,49 @@ def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
 def test_rank_killed_while_connecting_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:
     # The group's timeout is longer than the pool's.
     ranks.run(3, _killed_while_connecting, str(tmp_path), lost=(CULPRIT,), timeout_s=40)
+
+
+def _first_forward() -> None:
+    syncbn_group._own_group = None  # an earlier test on these ranks may have created it
+    model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    ddp = DistributedDataParallel(model)
+    dist.barrier()
+    if dist.get_rank() == CULPRIT:
+        DEEDS["killed"]()
+    ddp(torch.randn(5, 4))
+
+
+def _split() -> None:
+    if dist.get_rank() == CULPRIT:
+        DEEDS["killed"]()
+    split(world_group(), [[0, 1], [2]], "group_size", "group_size=0")
+
+
+def _like() -> None:
+    if dist.get_rank() == CULPRIT:
+        DEEDS["killed"]()
+    group_like(world_group())
+
+
+CREATE: dict[str, Callable[[], None]] = {
+    "batch norm": _first_forward,
+    "split": _split,
+    "like": _like,
+}
+
+
+def _killed_before_a_group_is_created(rank: int, world: int, what: str) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        CREATE[what]()
+    _check_named(rank, world, str(raised.value))
+
+
+@pytest.mark.parametrize("what", CREATE)
+def test_rank_killed_before_a_group_is_created_is_not_waited_for(
+    ranks: RankPool, what: str
+) -> None:
+    # The group's timeout, for which torch would wait, is longer than the pool's.
+    ranks.run(3, _killed_before_a_group_is_created, what, lost=(CULPRIT,), timeout_s=25)
 
 
 # A stopped rank takes the whole timeout. faults/campaign.py has many more cases.

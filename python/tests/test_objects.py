@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal
+from ddp_support import RankPool, check, check_equal, raises
 from torch import Tensor
 
+from apex._internal.groups import world_group
 from apex._internal.objects import all_gather_object, gather_object
 from apex.optimizers import ShardedOptimizer
 from apex.parallel import DistributedDataParallel
@@ -69,3 +70,24 @@ def _on_one(rank: int, world: int) -> None:
 
 def test_objects_reach_one_rank_without_numpy(ranks: RankPool) -> None:
     ranks.run(3, _on_one)
+
+
+class _Refuses:
+    def __reduce__(self) -> Any:
+        raise ValueError("not to be pickled")
+
+
+def _one_cannot_pickle(rank: int, world: int) -> None:
+    value = _Refuses() if rank == 1 else rank
+    for gather in (all_gather_object, lambda one: gather_object(one, 0, world_group())):
+        if rank == 1:
+            with raises(ValueError, "not to be pickled"):
+                gather(value)
+        else:
+            with raises(RuntimeError, "rank 1 could not pickle what it was to send"):
+                gather(value)
+    check_equal(all_gather_object(rank), list(range(world)), "the group still works")
+
+
+def test_rank_that_cannot_pickle_raises_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(3, _one_cannot_pickle)

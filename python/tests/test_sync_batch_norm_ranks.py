@@ -22,7 +22,7 @@ from sync_batch_norm_support import (
     reference_batch_norm,
 )
 
-from apex.parallel import SyncBatchNorm, create_syncbn_process_group
+from apex.parallel import SyncBatchNorm, create_syncbn_process_group, syncbn_group
 
 pytestmark = pytest.mark.processes
 
@@ -102,11 +102,10 @@ def _group_body(rank: int, world_size: int) -> None:
     # Without a given group, a separate communicator is created once.
     names = {SyncBatchNorm(2)._process_group_name for _ in range(2)}
     assert names == {None}
-    from apex.parallel.syncbn_group import default_group
-
-    assert default_group() is default_group()
-    assert default_group() is not dist.group.WORLD
-    assert default_group().size() == world_size
+    own = syncbn_group.default_group()
+    assert syncbn_group.default_group() is own
+    assert own is not dist.group.WORLD
+    assert own.size() == world_size
     alone = create_syncbn_process_group(1)
     plain = torch.nn.BatchNorm1d(2)
     torch.testing.assert_close(SyncBatchNorm(2, process_group=alone)(x), plain(x))
@@ -121,8 +120,6 @@ def test_sync_batch_norm_process_group_is_used() -> None:
 
 
 def _split_body(rank: int, world_size: int) -> None:
-    from apex.parallel import syncbn_group
-
     syncbn_group._own_group = None  # an earlier test on these ranks may have created it
     with eager_nccl() as asked:
         pair = create_syncbn_process_group(2)
@@ -280,6 +277,7 @@ def _traced_body(rank: int, world_size: int) -> None:
     untraced = copy.deepcopy(model)
     torch.manual_seed(rank)
     # The process's first training forward is traced, and creates the communicator.
+    syncbn_group._own_group = None  # an earlier test on these ranks may have created it
     traced = torch.jit.trace(model, torch.randn(5, 3), check_trace=False)
     model.load_state_dict(untraced.state_dict())
     for _ in range(2):
@@ -292,6 +290,8 @@ def _traced_body(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad, other.grad)
     for buffer, other in zip(model.buffers(), untraced.buffers(), strict=True):
         assert torch.equal(buffer, other)
+    syncbn_group._own_group = None
+    torch.export.export(model, (torch.randn(5, 3),))  # with fake tensors
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

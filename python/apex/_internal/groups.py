@@ -137,17 +137,34 @@ def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
     return device if backend.supports_splitting else None
 
 
-def _finish_collectives(device: torch.device | None) -> None:
-    """Block the host until ``device`` is idle, before a communicator is split."""
+#: The dispatch keys outside of traces, transforms and modes. A group may be created inside of them.
+_PLAIN = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device | None) -> list[int]:
+    """Prepare the creation of a group by the ranks of ``group``. Return the number of groups of
+    which each rank is a member.
+
+    Raises for a lost rank. torch would wait for it in its store until the timeout, and not name it.
+    Blocks the host until ``device`` is idle, before its communicator is split.
+    """
+    jit: Any = torch._C
+    tracing = jit._get_tracing_state()
+    jit._set_tracing_state(None)
+    try:
+        with torch._C._ForceDispatchKeyGuard(*_PLAIN):
+            counts = all_gather_object(len(dist.distributed_c10d._world.pg_names), group)
+    finally:
+        jit._set_tracing_state(tracing)
     if device is not None:
         torch.accelerator.synchronize(device)
+    return counts
 
 
-def _require_same_count(group: dist.ProcessGroup, argument: str, remedy: str) -> None:
-    """Raise unless all ranks of ``group`` are members of the same number of groups. torch names a
-    group that only its ranks create by that number. With different numbers, ranks would wait for
-    each other under different names."""
-    counts = all_gather_object(len(dist.distributed_c10d._world.pg_names), group)
+def _require_same_count(counts: list[int], argument: str, remedy: str) -> None:
+    """Raise unless all ranks are members of the same number of groups. torch names a group that
+    only its ranks create by that number. With different numbers, ranks would wait for each other
+    under different names."""
     if len(set(counts)) > 1:
         raise ValueError(
             f"{argument}: the ranks of process_group belong to different numbers of process groups "
@@ -180,7 +197,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     made: Any
     device = _splitting_device(group)
-    _finish_collectives(device)
+    counts = _meet(group, device)
     if device is not None:
         split: Any = dist.split_group
         made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
@@ -189,7 +206,7 @@ def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
         # torch names such a group by the number of live groups, so its name may be in use.
         local = len(ranks) < world_group().size()
         if local:
-            _require_same_count(group, "num_allreduce_streams > 1", "num_allreduce_streams=1")
+            _require_same_count(counts, "num_allreduce_streams > 1", "num_allreduce_streams=1")
         made = _new_group(ranks, group, local)
     return cast(dist.ProcessGroup, made)
 
@@ -200,7 +217,7 @@ def group_of_all_ranks(description: str) -> dist.ProcessGroup:
     Collective. Blocks the host as :func:`group_like` does.
     """
     world = world_group()
-    _finish_collectives(_splitting_device(world))
+    _meet(world, _splitting_device(world))
     made: Any = dist.new_group(timeout=timeout_of(world), group_desc=description)
     return cast(dist.ProcessGroup, made)
 
@@ -227,7 +244,7 @@ def split(
     made: Any
     all_ranks = group.size() == world_group().size()
     device = _splitting_device(group)
-    _finish_collectives(device)
+    counts = _meet(group, device)
     # Each rank is in one group, so NCCL splits the communicator once, with a color per group. A
     # Gloo backend for another device rules this out: torch would pass NCCL's options to it.
     if device is not None and len({backend_name(group, one) for one in group._device_types}) == 1:
@@ -244,7 +261,7 @@ def split(
             f"{argument}: a subgroup with NCCL bound to a device and another backend cannot be "
             f"split: use {remedy}."
         )
-    _require_same_count(group, argument, remedy)
+    _require_same_count(counts, argument, remedy)
     return _new_group(lists[mine], group, local=True)
 
 

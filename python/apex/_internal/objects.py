@@ -21,7 +21,8 @@ from apex._internal.group_names import name_of
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of `group` (default: all ranks), in their order. Collective.
 
-    Any value that can be pickled. Ranks may give values of different sizes. Blocks the host.
+    Any value that can be pickled. Ranks may give values of different sizes. Blocks the host. If
+    pickling fails on one rank, that rank raises its error, and the others raise RuntimeError.
     """
     sent, lengths = _padded(value, group)
     received = [torch.empty_like(sent) for _ in lengths]
@@ -41,13 +42,23 @@ def gather_object(value: Any, to: int, group: dist.ProcessGroup) -> list[Any] | 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
     """The value's bytes, padded to one length on all ranks, and the length of each rank's value."""
     device = dist.distributed_c10d._get_object_coll_device(group)
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    error: Exception | None = None
+    own = torch.empty(0, dtype=torch.uint8, device=device)
+    try:
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    except Exception as raised:  # noqa: BLE001  (raised below, when the other ranks know of it)
+        error = raised
     group = dist.distributed_c10d._get_default_group() if group is None else group
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    sizes[dist.get_rank(group)] = own.numel()
+    sizes[dist.get_rank(group)] = own.numel() if error is None else -1
     # The core's refuses a group that has failed, and reports who is late.
     _core.all_reduce(sizes, name_of(group), average=False)
+    if error is not None:
+        raise error
     lengths = sizes.tolist()
+    if min(lengths) < 0:
+        failed = lengths.index(-1)
+        raise RuntimeError(f"rank {failed} could not pickle what it was to send: see its error.")
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()] = own
     return padded, lengths
