@@ -156,6 +156,8 @@ APEX_API void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 /// are none. Groups that the caller still holds must not be used any more. A program that exits
 /// without this call still exits cleanly; with NCCL, call it to end pending collectives in order.
 /// In a forked child it only forgets the parent's groups, and init_process_group() may follow.
+/// Connections and the store end on another thread after it has returned: a program that calls
+/// init_process_group() again at once uses another port (MASTER_PORT) for it.
 APEX_API void destroy_process_group();
 
 }  // namespace apex::distributed
