@@ -23,7 +23,6 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "errors.h"
-#include "output_tensors.h"
 #include "python_comm_hook.h"
 #include "torch_caster.h"
 
@@ -367,15 +366,7 @@ void init_reducer(nb::module_& m) {
           },
           nb::arg("parameters"), nb::arg("optimizer"),
           "Reports an optimizer step to the reducers of these parameters.", release())
-      .def(
-          "watch_outputs",
-          [](Reducer& self, nb::handle output) {
-            const std::vector<at::Tensor> tensors = output_tensors(output);
-            // A backward on another thread may hold the reducer's lock while it waits for the GIL.
-            const nb::gil_scoped_release no_gil;
-            self.watch_outputs(tensors);
-          },
-          nb::arg("output"))
+      .def("watch_outputs", &Reducer::watch_outputs, nb::arg("outputs"), release())
       .def_prop_rw("synchronizing", &Reducer::synchronizing, &Reducer::set_synchronizing)
       .def(
           "set_comm_hook",

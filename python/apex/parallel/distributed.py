@@ -401,11 +401,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
         if training and output is not None:
-            found: torch.Tensor | list[torch.Tensor]
-            found = output if isinstance(output, torch.Tensor) else find_tensors(output)
+            found = [output] if isinstance(output, torch.Tensor) else find_tensors(output)
             reducer = self._engine.reducer
             if reducer is None:
-                refuse_backward([found] if isinstance(found, torch.Tensor) else found)
+                refuse_backward(found)
             else:
                 reducer.watch_outputs(found)
         return output
