@@ -18,9 +18,7 @@
 #include "plain_text.h"
 #include "watch/call_log.h"
 
-#if defined(__linux__)
 #include <sched.h>
-#endif
 
 // Creates a channel and issues collectives. host_channel_parts.cpp makes progress on them, and
 // host_channel_wait.cpp waits.
@@ -49,10 +47,8 @@ double squares_between(at::ScalarType dtype, const char* from, const char* end, 
 }
 
 int processors() {
-#if defined(__linux__)
   cpu_set_t set;
   if (::sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-#endif
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 

@@ -9,14 +9,12 @@
 
 #include <apex/error.h>
 
-#if defined(__linux__)
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#endif
 
 namespace apex::parallel {
 
@@ -32,8 +30,6 @@ size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 [[noreturn]] void throw_system_error(const std::string& what) {
   throw Error(what + ": " + std::strerror(errno));
 }
-
-#if defined(__linux__)
 
 char* map(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -151,28 +147,6 @@ struct PrivateInForks {
     regions.erase(found);
   }
 };
-
-#else
-
-char* map(int, size_t) { throw Error("shared memory between processes requires Linux"); }
-void unmap(char*, size_t) {}
-int make_file(size_t) { throw Error("shared memory between processes requires Linux"); }
-int open_file(int64_t, const HostPlace&) {
-  throw Error("shared memory between processes requires Linux");
-}
-void close_file(int) {}
-
-struct PrivateInForks {
-  static PrivateInForks& instance() {
-    static PrivateInForks all;
-    return all;
-  }
-  void add(char*, size_t) {}
-  void remove(char*) {}
-  void drop_copies() {}
-};
-
-#endif
 
 }  // namespace
 

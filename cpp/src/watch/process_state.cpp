@@ -6,11 +6,9 @@
 #include <fstream>
 #include <sstream>
 
-#ifndef _WIN32
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
-#endif
 
 namespace apex::parallel {
 
@@ -48,11 +46,9 @@ std::string name_of_host() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   std::getline(file, boot);
-#ifndef _WIN32
   char space[64];
   const ssize_t length = ::readlink("/proc/self/ns/pid", space, sizeof(space));
   if (length > 0) boot += '/' + std::string(space, static_cast<size_t>(length));
-#endif
   return boot;
 }
 
@@ -70,20 +66,15 @@ std::optional<ProcessName> ProcessName::decode(const std::string& text) {
 }
 
 std::optional<ProcessName> this_process() {
-#ifdef _WIN32
-  return std::nullopt;
-#else
   // Never destroyed: the store's threads check processes while this process exits.
   static const auto& host = *new std::string(name_of_host());
   const int64_t pid = ::getpid();  // read each time, since the process may have forked
   const auto stat = read_stat(pid);
   if (!stat || host.empty()) return std::nullopt;
   return ProcessName{pretended_host().empty() ? host : pretended_host(), pid, stat->start_time};
-#endif
 }
 
 int64_t this_pid() {
-#if defined(__linux__)
   // Cached, because a system call costs a tenth of a small collective.
   static std::atomic<int64_t> pid{0};
   static const int asked = ::pthread_atfork(nullptr, nullptr, [] { pid = 0; });
@@ -93,9 +84,6 @@ int64_t this_pid() {
     if (asked == 0) pid = known;
   }
   return known;
-#else
-  return 0;
-#endif
 }
 
 void pretend_host(const std::string& name) { pretended_host() = name; }
@@ -104,13 +92,11 @@ ProcessState state_of(const ProcessName& process) {
   const auto self = this_process();
   if (!self || self->host != process.host) return ProcessState::kUnknown;
   const auto stat = read_stat(process.pid);
-#ifndef _WIN32
   // /proc may be unreadable for other reasons.
   if (!stat)
     return ::kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH
                ? ProcessState::kEnded
                : ProcessState::kUnknown;
-#endif
   // A zombie has exited: its parent has not waited for it yet.
   if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X')
     return ProcessState::kEnded;
