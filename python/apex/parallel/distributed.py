@@ -376,10 +376,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
         ):
             inputs, kwargs, casts = enter(inputs, kwargs, training)
-            outer = _compile.registry._active_ddp_module
+            active = _compile.active
+            outer = active.wrapper
             if training and self._engine.splits_graphs:
                 # Note [Compiled graphs are split by bucket] in _compile.py.
-                _compile.registry._active_ddp_module = self
+                active.wrapper = _compile.registry._active_ddp_module = self
             try:
                 output = self._call_module(inputs, kwargs)
             except BaseException:
@@ -387,7 +388,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                     self._mixed_precision.put_back(casts)
                 raise
             finally:
-                _compile.registry._active_ddp_module = outer
+                active.wrapper = _compile.registry._active_ddp_module = outer
             return leave(output, training, casts)
 
     def _enter(
