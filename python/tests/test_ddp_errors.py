@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import unittest.mock
 import warnings
@@ -227,9 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
-    ("switch", {"delay_allreduce": "no"}, TypeError, "must be True or False, got 'no'"),
     ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
-    ("switch_init_sync", {"init_sync": "no"}, TypeError, "init_sync must be True or False"),
     ("switch_check", {"check_reduction": 2}, TypeError, "check_reduction must be True or False"),
     ("half_a_stream", {"num_allreduce_streams": 1.5}, TypeError, "must be an integer, got 1.5"),
     ("group_of_ranks", {"process_group": [0, 1]}, TypeError, "new_group() returns it, got list"),
@@ -256,6 +255,18 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def _refuses(rank: int, world: int, options: dict[str, Any], kind: Any, said: str) -> None:
     with raises(kind, said):
         DistributedDataParallel(nn.Linear(2, 2), **options)
+
+
+def _refuses_text(rank: int, world: int) -> None:
+    options = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+    switches = {one.name for one in options if isinstance(one.default, bool)}
+    for name in sorted(switches - {"gradient_average"} | {"forward_sync_buffers"}):
+        with raises(TypeError, f"{name} must be True or False, got 'no'"):
+            DistributedDataParallel(nn.Linear(2, 2), **{name: "no"})
+
+
+def test_switches_refuse_text(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_text)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])

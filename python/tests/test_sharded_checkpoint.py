@@ -297,6 +297,33 @@ def _mistakes(rank: int, world: int, folder: str) -> None:
         next(v for held in state.values() for v in held.values() if type(v) is TensorPiece).sum()
 
 
+def _fails_on(rank: int) -> Any:
+    def hook(optimizer: Any, state: Any) -> None:
+        if dist.get_rank() == rank:
+            raise KeyError("of the hook")
+
+    return hook
+
+
+def _hook_fails(rank: int, world: int, folder: str) -> None:
+    net = _net("adamw")
+    optimizer = _make(net, "adamw", world)
+    _step(net, optimizer, 0)
+    dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=folder)
+    handle = optimizer.register_load_state_dict_pre_hook(_fails_on(1))
+    said = "rank 1 could not load the optimizer's state: KeyError: 'of the hook'"
+    with raises(KeyError, "of the hook") if rank == 1 else raises(RuntimeError, said):
+        optimizer.load_sharded_state_dict(folder)
+    handle.remove()
+    optimizer.load_sharded_state_dict(folder)
+
+
+def test_sharded_checkpoint_hook_that_fails_on_one_rank_raises_on_every_rank(
+    ranks: RankPool, tmp_path: pathlib.Path
+) -> None:
+    ranks.run(2, _hook_fails, str(tmp_path))
+
+
 def test_sharded_checkpoint_says_what_is_wrong(ranks: RankPool, tmp_path: pathlib.Path) -> None:
     ranks.run(2, _mistakes, str(tmp_path / "c"))
 

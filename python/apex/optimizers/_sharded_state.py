@@ -248,6 +248,7 @@ class ShardedState(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state belongs to other groups.
+            RuntimeError: this or a hook has failed on another rank.
             torch.distributed.checkpoint.CheckpointException: it cannot be read on any of the ranks.
         """
         from ._sharded_checkpoint import load_entries
@@ -274,8 +275,19 @@ class ShardedState(torch.optim.Optimizer):
                 else path[0] != "state"
             ),
         )
-        small = self._before_load({"state": {}, **small})
-        keys = self._keys(small["param_groups"])
+        error: Exception | None = None
+        keys: list[Any] = []
+        try:
+            small = self._before_load({"state": {}, **small})
+            keys = self._keys(small["param_groups"])
+        except Exception as raised:  # noqa: BLE001  (raised below, when the other ranks know of it)
+            error = raised
+        said = all_gather_object(error and f"{type(error).__name__}: {error}", self._replicas)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} could not load the optimizer's state: {text}")
         own = {str(keys[place]): part for place, part in parts.items()}
         found = load_entries(
             checkpoint, name, self._replicas, lambda path: path[0] == "state" and own.get(path[1])

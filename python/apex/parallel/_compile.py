@@ -13,6 +13,7 @@ still train, but communication starts when a graph's backward ends.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,15 @@ def _find_registry(candidate: Any = nn.parallel.DistributedDataParallel) -> Any:
 # Setting the attribute costs less than checking whether anything is compiled, and a script may
 # compile for the first time within a forward.
 registry = _find_registry()
+
+
+class _Active(threading.local):
+    """The wrapper whose forward runs in this thread. The registry has one for all threads."""
+
+    wrapper: Any = None
+
+
+active = _Active()
 
 
 def splits_graphs() -> bool:

@@ -108,7 +108,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         dim: no effect (a process drives one device).
         broadcast_buffers: broadcast rank 0's buffers at construction and before each training
             forward. Default False, as in Apex; the default of ``torch``'s class is True.
-        forward_sync_buffers: True is the same as ``broadcast_buffers=True``; any other value has no
+        forward_sync_buffers: True is the same as ``broadcast_buffers=True``; False and None have no
             effect.
         init_sync: broadcast rank 0's parameters at construction.
         process_group: the processes that take part; default all.
@@ -257,16 +257,20 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self.message_size = message_size
         self.bucket_cap_mb = bucket_cap_mb
         self.delay_allreduce = delay_allreduce
-        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.retain_allreduce_buffers = _options.switch(
+            "retain_allreduce_buffers", retain_allreduce_buffers
+        )
         self.gradient_as_bucket_view = gradient_as_bucket_view or retain_allreduce_buffers
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.num_allreduce_streams = num_allreduce_streams
         self.gradient_average = _options.average(gradient_average)
         self.gradient_predivide_factor = float(gradient_predivide_factor)
-        self.prof = prof
+        self.prof = _options.switch("prof", prof)
         self.dim = dim
         self.init_sync = _options.switch("init_sync", init_sync)
-        self.find_unused_parameters = find_unused_parameters
+        self.find_unused_parameters = _options.switch(
+            "find_unused_parameters", find_unused_parameters
+        )
         self.static_graph = static_graph
         self.check_finite = check_finite
         self.check_reduction = (
@@ -307,10 +311,17 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             communicators=num_allreduce_streams,
             overlaps=not delay_allreduce and mixed is None,
         )
+        for name, value in (
+            ("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
+            ("batched_grad_copy", batched_grad_copy),
+            ("lazy_bucket_allocation", lazy_bucket_allocation),
+        ):
+            _options.switch(name, value)
         hooks = Hooks(None if mixed is None else mixed.communication_hook)
-        self._engine = engine = Engine(
-            self, options, hooks, broadcast_buffers or bool(forward_sync_buffers)
-        )
+        copies = _options.switch("broadcast_buffers", broadcast_buffers)
+        if forward_sync_buffers is not None:
+            copies |= _options.switch("forward_sync_buffers", forward_sync_buffers)
+        self._engine = engine = Engine(self, options, hooks, copies)
         parameters = [parameter for _, parameter in engine.named_parameters()]
         self._input_device, self._output_device = _options.single_device(
             device_ids, output_device, parameters
@@ -365,10 +376,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
         ):
             inputs, kwargs, casts = enter(inputs, kwargs, training)
-            outer = _compile.registry._active_ddp_module
+            active = _compile.active
+            outer = active.wrapper
             if training and self._engine.splits_graphs:
                 # Note [Compiled graphs are split by bucket] in _compile.py.
-                _compile.registry._active_ddp_module = self
+                active.wrapper = _compile.registry._active_ddp_module = self
             try:
                 output = self._call_module(inputs, kwargs)
             except BaseException:
@@ -376,7 +388,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                     self._mixed_precision.put_back(casts)
                 raise
             finally:
-                _compile.registry._active_ddp_module = outer
+                active.wrapper = _compile.registry._active_ddp_module = outer
             return leave(output, training, casts)
 
     def _enter(
