@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import sys
 import time
 from typing import Any
@@ -393,6 +394,34 @@ def _after_a_failure(rank: int, world: int, channel: str) -> None:
                 call()
         for p, old in zip(model.parameters(), before, strict=True):
             check_equal(p.detach(), old, "parameters")
+
+
+def _after_a_late_backward(rank: int, world: int) -> None:
+    """Hazard: where the late rank's backward succeeds, a step would publish shares that were
+    stepped with other gradients."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    _backward(ddp)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 1:
+        time.sleep(4)
+    try:
+        _backward(ddp, 1)
+        check(rank == 1, "rank 0 did not wait in vain")
+    except RuntimeError:
+        pass
+    with raises(RuntimeError):
+        optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        check_equal(p.detach(), old, "parameters")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL, a later call fails")
+def test_sharded_optimizer_refuses_gradients_of_a_backward_that_failed(ranks: RankPool) -> None:
+    ranks.run(2, _after_a_late_backward)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL, a later call fails")

@@ -13,6 +13,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <apex/error.h>
+#include <apex/parallel/reducer.h>
 
 #include "comm/collectives.h"
 #include "fingerprint.h"
@@ -228,6 +229,17 @@ struct ParameterShards::State {
         "an earlier step of a ShardedOptimizer, or another collective of its process group, has "
         "failed, and ranks may have parameters of different steps: restart with a new process "
         "group and a new optimizer, from a checkpoint");
+  }
+
+  /// After a backward that failed on this rank, which may have succeeded on others.
+  void refuse_partial_gradients() const {
+    std::vector<at::Tensor> all;
+    for (const NamedTensor& parameter : parameters) all.push_back(parameter.tensor);
+    if (!Reducer::has_failed(all)) return;
+    throw CommunicationError(me() +
+                             "a backward has failed on this rank, and a step would use gradients "
+                             "that are not averages: restart with a new process group, from a "
+                             "checkpoint");
   }
 
   [[noreturn]] void refuse(const NamedTensor& parameter, const std::string& why) const {
@@ -544,6 +556,7 @@ void ParameterShards::take_gradients() {
   State& state = *state_;
   const at::NoGradGuard no_grad;
   state.refuse_failed();
+  state.refuse_partial_gradients();
   const bool moved = state.follow_memory();
   for (const NamedTensor& parameter : state.parameters) {
     const at::Tensor& grad = parameter.tensor.grad();

@@ -16,6 +16,7 @@
 #include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 #include "watch/stall.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -391,6 +392,17 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {
     core->read([&](const ReducerState& state) { refuse_early_step(state.context, parameters); });
   }
+}
+
+bool Reducer::has_failed(const std::vector<at::Tensor>& parameters) {
+  const auto cores = detail::owners_of(parameters);
+  return std::any_of(cores.begin(), cores.end(), [](const auto& core) {
+    return core->read([](const ReducerState& state) {
+      const Membership& members = state.context.members;
+      return std::any_of(members.groups.begin(), members.groups.end(),
+                         [](const GroupPtr& group) { return parallel::has_failed(*group); });
+    });
+  });
 }
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,

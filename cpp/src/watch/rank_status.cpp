@@ -70,14 +70,15 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
     return std::find(mine.begin(), mine.end(), call) != mine.end();
   };
   for (const auto& [author, status] : statuses) {
+    const std::string& group = author.second;
     const auto& failure = status.failure;
-    if (!failure) continue;
+    if (!failure || (group != at.group && group != at.parent)) continue;
     const auto& refused = failure->refused;
     const auto holds_up = [&](int64_t call) {
       return (at.or_before ? call <= at.call : call == at.call) && !passed_over(call);
     };
     if (refused.empty() ||
-        (author.second == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
+        (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
       verdict.kind = Verdict::kFailed;
   }
   // A rank that learns of a failed hook also reports a failure; the hook is the cause.
@@ -109,9 +110,11 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
       return true;
   }
   for (const auto& [author, status] : statuses) {
-    if (status.failure && status.failure->refused.empty()) return false;
-    if (author.second != at.group || !status.hook || status.hook->generation != at.generation)
-      continue;
+    const std::string& group = author.second;
+    if (status.failure && status.failure->refused.empty() &&
+        (group == at.group || group == at.parent))
+      return false;
+    if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
     // Ignores `begun`: the same error occurs before the collective on a rank whose future completes
     // at once, and after it on another rank.
     if (status.hook->position != mine->second.hook->position ||
@@ -122,13 +125,15 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   return alike == at.size ? std::optional<bool>(true) : std::nullopt;
 }
 
-Findings find(const RankStatuses& statuses, const Position& at) {
+Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old) {
   Findings findings;
   for (const bool own : {true, false}) {  // reports about this group come first
     for (const auto& [author, status] : statuses) {
       const auto& [rank, group] = author;
       const auto& failure = status.failure;
-      if (rank == at.rank || !failure || failure->over || (group == at.group) != own) continue;
+      if (rank == at.rank || !failure || (group == at.group) != own) continue;
+      if (!own && old.count(author) != 0) continue;
+      if (failure->over && (!own || !failure->refused.empty())) continue;
       findings.reports.emplace(rank, failure->what);
       findings.proof.insert(failure->proof.begin(), failure->proof.end());
     }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,15 +19,14 @@ using Proof = std::map<int, std::string>;
 
 /// One rank's report about one group.
 struct RankStatus {
-  /// A collective has failed on this rank. Reported about the group that shares its board with
-  /// others, as none of them is used after that; a refused call is reported about its group.
+  /// A collective of the group has failed on this rank.
   struct Failure {
     std::string what;
     Proof proof;  ///< about other ranks
     /// Not empty: the rank threw instead of making these calls, and continues. A slow rank may
     /// still make an earlier call.
     std::vector<int64_t> refused;
-    bool over = false;  ///< the rank has made another call since it refused these
+    bool over = false;  ///< the rank has continued since, in the parent group
   };
   /// See Note [Hooks that fail].
   struct Hook {
@@ -46,10 +46,13 @@ struct RankStatus {
 /// Reports by rank and by name of the group concerned. A group and its parent, which has the same
 /// ranks, share them.
 using RankStatuses = std::map<std::pair<int, std::string>, RankStatus>;
+using ReportKeys = std::set<RankStatuses::key_type>;
 
 /// Where a rank waits, and which reports concern it.
 struct Position {
   std::string group;
+  std::string
+      parent;  ///< the group that it was made from, whose failures also concern it; may be empty
   int rank = 0;
   int size = 1;
   int64_t call = 0;  ///< number of its last call
@@ -87,6 +90,7 @@ struct Findings {
   Proof proof;                         ///< about ranks without a report
 };
 
-Findings find(const RankStatuses& statuses, const Position& at);
+/// `old`: reports that concern only the group they name.
+Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old = {});
 
 }  // namespace apex::parallel

@@ -24,10 +24,11 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   auto until = began + group->patience, seen_at = began;
   Proof seen = look_around(*group), proven;
   const auto report = [&] {
-    group->root()->report(
+    group->report(
         [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, {}, false}; });
   };
   report();  // first, since other ranks may be waiting for this rank
+  if (group->parent) group->parent->expect_more(group);
   if (!group->knows_processes()) read_processes(group);
   const auto following = group->board->follow(timing::while_collecting(group->size));
   for (;;) {
@@ -117,6 +118,7 @@ std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
     const std::lock_guard<std::mutex> lock(group->mutex);
     findings.proof = group->ended_first.empty() ? seen : group->ended_first;
   }
+  group->remember_reports();
   const std::string text = describe(findings, *group, what, answers);
   // Without proof, patience has ended, so every live rank had time to report.
   const size_t there =

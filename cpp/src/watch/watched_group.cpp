@@ -116,7 +116,9 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
 }
 
 Position WatchedGroup::position(bool in_hook) {
-  return {name, rank, size, calls.last_number(), in_hook, hooks_failed};
+  return {
+      name,        parent ? parent->name : std::string(), rank, size, calls.last_number(), in_hook,
+      hooks_failed};
 }
 
 std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {
@@ -125,21 +127,55 @@ std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatu
   return board->post(rank, name, status);
 }
 
+void WatchedGroup::expect_more(const WatchedGroupPtr& about) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  reported.push_back(about);
+  has_reports = true;
+}
+
 void WatchedGroup::go_on() {
-  if (!has_refused.exchange(false)) return;
-  report([](RankStatus& now) {
-    if (now.failure && !now.failure->refused.empty()) now.failure->over = true;
-  });
+  if (!has_reports.exchange(false)) return;
+  std::vector<std::weak_ptr<WatchedGroup>> over;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    over.swap(reported);
+  }
+  for (const auto& one : over) {
+    const WatchedGroupPtr about = one.lock();
+    if (!about) continue;
+    about->report([](RankStatus& now) {
+      if (now.failure) now.failure->over = true;
+    });
+    if (about.get() == this) continue;
+    store->post([self = shared_from_this()](c10d::Store& shared) {
+      shared.add(self->key(shared, "left"), -1);
+    });
+  }
 }
 
 Findings WatchedGroup::find_reports() {
-  return board->read([&](const RankStatuses& statuses) { return find(statuses, position()); });
+  ReportKeys old;
+  {
+    const WatchedGroupPtr one = root();
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    old = one->old_reports;
+  }
+  return board->read([&](const RankStatuses& statuses) { return find(statuses, position(), old); });
+}
+
+void WatchedGroup::remember_reports() {
+  const WatchedGroupPtr one = root();
+  board->read([&](const RankStatuses& statuses) {
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    for (const auto& [author, status] : statuses) {
+      if (status.failure && status.failure->refused.empty()) one->old_reports.insert(author);
+    }
+  });
 }
 
 bool WatchedGroup::has_failed() {
-  const WatchedGroupPtr one = root();
-  const std::lock_guard<std::mutex> lock(one->mutex);
-  return one->status.failure && one->status.failure->refused.empty();
+  const std::lock_guard<std::mutex> lock(mutex);
+  return status.failure && status.failure->refused.empty();
 }
 
 bool WatchedGroup::knows_processes() {

@@ -69,10 +69,12 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::atomic<bool> reported_elsewhere{
       false};  ///< the stall board says that this rank does not wait
   std::atomic<bool> processes_read{false};
-  std::atomic<bool> has_refused{false};  ///< the last call, see refuse_call()
+  std::atomic<bool> has_reports{false};  ///< about other groups, until this group is used
 
-  std::mutex mutex;                      ///< guards what follows
-  RankStatus status;                     ///< this rank's status as posted
+  std::mutex mutex;                                   ///< guards what follows
+  RankStatus status;                                  ///< this rank's status as posted
+  std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
+  ReportKeys old_reports;                ///< see find_reports(); in the group with the board
   std::map<int, ProcessName> processes;  ///< processes of other ranks
   Launched launched;
   std::string stall;    ///< a printed verdict about this rank's last call
@@ -87,10 +89,13 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   Position position(bool in_hook = false);
   /// Changes this rank's status and posts it without waiting.
   std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
-  /// Marks the report about a refused call as over.
+  /// Marks this rank's report about `about` as over once this group is used again.
+  void expect_more(const WatchedGroupPtr& about);
   void go_on();
-  /// Reports of other ranks about this group and the groups that share its board.
+  /// Reports of other ranks about this group and the groups that share its board, without those
+  /// from an earlier failure of one of these.
   Findings find_reports();
+  void remember_reports();
   bool has_failed();
   bool knows_processes();
 
@@ -118,10 +123,10 @@ std::vector<WatchedGroupPtr> all_watched();
 /// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
-/// Makes a failure of `group` or of `parent`, which has the same ranks, one of both, and of all
-/// other groups made from `parent`: ranks that wait in one of them give up, and later calls are
-/// refused. Call it after a first collective of `parent` and before one of `group`. `name` must be
-/// the same on all ranks, and unique among groups made from `parent`.
+/// Makes waits in `group` also react to failures of `parent`, which has the same ranks. A failure
+/// of `parent` then counts as one of `group`, so this is for groups that are used only together
+/// with their parent. Call it after a first collective of `parent` and before one of `group`.
+/// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept;
 

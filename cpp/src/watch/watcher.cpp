@@ -176,7 +176,7 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
   begin_call(group, {});
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
-  one->has_refused = true;
+  one->expect_more(one);  // the report is over for this rank
   one->report([&](RankStatus& status) {
        if (!status.failure) status.failure.emplace();
        if (status.failure->refused.empty() && !status.failure->what.empty()) return;
@@ -192,11 +192,11 @@ void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexc
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
-  const WatchedGroupPtr root = one->root();
-  root->report(
-          [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
+  one->report(
+         [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
       .wait_until(Clock::now() + one->patience);
   // It knows the cause, so rank 0 need not wait until it has read the reports.
+  const WatchedGroupPtr root = one->root();
   if (root->announced.exchange(true)) return;
   root->store->post([root](c10d::Store& store) { store.add(root->key(store, "left"), 1); });
 } catch (...) {

@@ -27,7 +27,7 @@ RankStatus hook(int64_t position, bool begun = false, int64_t generation = 0,
 }
 
 /// Rank 0 of 2, in its call 3 of group "own", which was made from "parent".
-Position here(bool in_hook = false) { return {"own", 0, 2, 3, in_hook, 0}; }
+Position here(bool in_hook = false) { return {"own", "parent", 0, 2, 3, in_hook, 0}; }
 
 TEST(RankStatus, Encoded_IsDecodedAsItWas) {
   RankStatus status = failed("a \"b\" \\ of\ntwo lines", {3, 12}, true);
@@ -47,19 +47,21 @@ TEST(RankStatus, Encoded_IsDecodedAsItWas) {
   EXPECT_FALSE(nothing.failure || nothing.hook);
 }
 
-TEST(RankStatus, Judge_WhoWaitsGivesUpIfAGroupOfTheBoardHasFailed) {
+TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
   const auto kind = [](const std::string& group, const RankStatus& status) {
     return judge({{{1, group}, status}}, here()).kind;
   };
   EXPECT_EQ(judge({}, here()).kind, Verdict::kOk);
+  EXPECT_EQ(kind("own", failed("a")), Verdict::kFailed);
   EXPECT_EQ(kind("parent", failed("a")), Verdict::kFailed);
+  EXPECT_EQ(kind("another made from parent", failed("a")), Verdict::kOk);
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{3})), Verdict::kFailed);
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{2})), Verdict::kOk);
   // Refused twice, before this rank has reached the first call.
   EXPECT_EQ(kind("own", failed("a", /*refused=*/{3, 4})), Verdict::kFailed);
   EXPECT_EQ(kind("parent", failed("a", /*refused=*/{3})), Verdict::kOk);
-  // Over for a rank that has made another call, but not for one that still waits.
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/{3}, /*over=*/true)), Verdict::kFailed);
+  // Over for a rank that has continued in the parent, but not for one that still waits.
+  EXPECT_EQ(kind("own", failed("a", {}, /*over=*/true)), Verdict::kFailed);
 }
 
 // Over NCCL the GPU may wait in an earlier call than the last.
@@ -137,14 +139,22 @@ TEST(RankStatus, Find_TakesWhatStillCounts) {
   proven.failure->proof = {{0, "is stopped"}, {1, "has ended"}, {3, "has ended"}};
   const Findings findings = find({{{0, "own"}, failed("mine")},
                                   {{1, "parent"}, failed("a")},
-                                  {{1, "own"}, failed("b", /*refused=*/{3})},
-                                  {{2, "parent"}, proven}},
+                                  {{1, "own"}, failed("b")},
+                                  {{2, "another made from parent"}, proven}},
                                  here());
   EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
   // Rank 1 has reported since, and this rank was stopped and continues.
   EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));
-  const RankStatus over = failed("a", /*refused=*/{3}, /*over=*/true);
-  EXPECT_TRUE(find({{{1, "own"}, over}}, here()).reports.empty());
+  // From an earlier failure, of the other group.
+  const RankStatuses earlier{{{1, "another"}, proven}, {{1, "own"}, failed("b")}};
+  EXPECT_TRUE(find({{{1, "another"}, proven}}, here(), {{1, "another"}}).reports.empty());
+  EXPECT_EQ(find(earlier, here(), {{1, "another"}, {1, "own"}}).reports.at(1), "b");
+  const auto reports = [](const std::string& group, const RankStatus& status) {
+    return find({{{1, group}, status}}, here()).reports.size();
+  };
+  EXPECT_EQ(reports("own", failed("a", {}, /*over=*/true)), 1U);
+  EXPECT_EQ(reports("own", failed("a", /*refused=*/{3}, /*over=*/true)), 0U);
+  EXPECT_EQ(reports("another", failed("a", {}, /*over=*/true)), 0U);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include <support/counting_store.h>
 #include <support/stored_group.h>
 
-#include <chrono>
 #include <map>
 #include <string>
 #include <thread>
@@ -164,30 +163,21 @@ TEST(ReportFailure, RefusedAfterAFailure_HasStillFailed) {
   EXPECT_TRUE(has_failed(*groups[1]));
 }
 
-// Hazard: a script catches the error of a wrapper and goes on with another wrapper, or with a call
-// of the group itself, in which it would wait again for the lost rank, until the timeout.
-TEST(ReportFailure, OneGroupOfABoardFails_AllHave) {
-  const auto parents = make_stored_groups(2, "parent");
-  const auto one = make_stored_groups(2, "one"), other = make_stored_groups(2, "other");
-  for (size_t rank = 0; rank < 2; ++rank) {
-    watch_with(*one[rank], *parents[rank], "one");
-    watch_with(*other[rank], *parents[rank], "other");
-  }
-  for (const StoredGroups& groups : {parents, other}) begin_call(*groups[0], "a call");
-  reports({one[1]}, {"a"});
-  for (const StoredGroups& groups : {parents, one, other}) {
-    EXPECT_TRUE(has_failed(*groups[1]));
-    EXPECT_FALSE(has_failed(*groups[0]));
-  }
-  for (const StoredGroups& groups : {parents, other}) {
-    Wait wait(*groups[0]);
-    Verdict verdict;
-    for (int look = 0; look < 500 && verdict.kind == Verdict::kOk; ++look) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      verdict = wait.poll();
-    }
-    EXPECT_EQ(verdict.kind, Verdict::kFailed);
-  }
+// A report about a group made from another one is over when the parent continues.
+TEST(ReportFailure, ParentGoesOn_ItsReportIsOver) {
+  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  const auto parents = make_stored_groups(2, "parent", store);
+  const auto own = make_stored_groups(2, "own");
+  for (size_t rank = 0; rank < 2; ++rank) watch_with(*own[rank], *parents[rank], "own");
+  reports(own, {"a", "a"});
+  const WatchedGroupPtr parent = watched(*parents[0]);
+  const std::string name = "own";
+  begin_call(*parents[0], "b");
+  parent->report([](RankStatus&) {}).wait();
+  const RankStatuses left = posted(*store, parent);
+  EXPECT_TRUE(left.at({0, name}).failure->over);
+  EXPECT_FALSE(left.at({1, name}).failure->over);
+  EXPECT_EQ(store->add(parent->key(*store, "left"), 0), 1);
 }
 
 }  // namespace
