@@ -203,7 +203,7 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @untraced
     def _assigned(self, module: nn.Module) -> bool:
-        """Assign the waits, once buckets are in flight. Before, only record the call of `module`."""
+        """Assign the waits, once buckets are in flight. Before, record the call of `module`."""
         if not self._engine.connected().in_flight():
             self._called.add(module)
             return False
