@@ -20,13 +20,16 @@ from ddp_support import (
     check_equal,
     check_gradients,
     check_same_on_all_ranks,
+    forget_amp,
     gradients,
     raises,
     to_reference,
 )
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, _compile
+from apex import amp
+from apex.optimizers import ShardedOptimizer
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer, _compile
 
 pytestmark = pytest.mark.processes
 
@@ -477,6 +480,104 @@ def test_compile_eager_step_does_not_import_the_compiler(tmp_path: Any) -> None:
     command = [sys.executable, "-c", EAGER, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- calls of the core in frames that are traced ---
+
+
+def _small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def _overlapped(rank: int, world: int) -> None:
+    def train(how: str) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = _small()
+        if how == "module":
+            net.compile(backend="eager")
+        elif how == "layer":
+            net[0].compile(backend="eager")
+        ddp = DistributedDataParallel(net, message_size=20)
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+        forward = torch.compile(ddp, backend="eager") if how == "outside" else ddp
+        for step in range(4):
+            optimizer.zero_grad()
+            forward(torch.ones(4, 8) + step).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return list(net.parameters())
+
+    expected = train("eager")
+    for how in ("module", "layer", "outside"):
+        for found, wanted in zip(train(how), expected, strict=True):
+            check_equal(found, wanted, how)
+
+
+def test_compile_overlapped_optimizer_trains_as_without(ranks: RankPool) -> None:
+    ranks.run(2, _overlapped, timeout_s=TIMEOUT_S)
+
+
+def _calls(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(_small(), gradient_average="weighted")
+    net = _small()
+    sharded = ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+
+    def weighted(x: Tensor) -> None:
+        with ddp.weight(len(x)):
+            ddp(x).sum().backward()
+
+    def steps(x: Tensor) -> None:
+        net(x).sum().backward()
+        sharded.step()
+
+    calls: list[Any] = [
+        weighted,
+        lambda x: (x * 2, ddp.statistics()),
+        lambda x: (x * 2, ddp.clip_grad_norm_(1.0)),
+        lambda x: ddp.skip_step() + x.sum(),
+        steps,
+    ]
+    before = [p.detach().clone() for p in net.parameters()]
+    for call in calls:
+        torch._dynamo.reset()
+        torch.compile(call, backend="eager")(torch.randn(2, 8))
+    check_equal(ddp.total_weight, 4.0, "total weight")
+    changed = [not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
+    check(all(changed), "the sharded step changed nothing")
+
+
+def test_compile_methods_in_a_compiled_function_work(ranks: RankPool) -> None:
+    ranks.run(2, _calls, timeout_s=TIMEOUT_S)
+
+
+def _amp_steps(rank: int, world: int, level: str) -> None:
+    def train(compiled: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = _small()
+        plain = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = amp.initialize(net, plain, opt_level=level, verbosity=0)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            with amp.scale_loss(net(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for number in range(3):
+            run(torch.ones(4, 8) + number)
+        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+        forget_amp()
+        return masters
+
+    for found, wanted in zip(train(True), train(False), strict=True):
+        check_equal(found, wanted, level)
+
+
+@pytest.mark.parametrize("level", ["O1"])
+def test_compile_amp_step_trains_as_without(ranks: RankPool, level: str) -> None:
+    ranks.run(1, _amp_steps, level, timeout_s=TIMEOUT_S)
 
 
 # --- compiled autograd ---

@@ -25,6 +25,7 @@ from apex._internal.groups import (
 )
 from apex._internal.optimizer_steps import taking_parts
 from apex._internal.sharded_masters import ShardedMaster, published
+from apex._internal.untraced import untraced
 
 from ._fused import implementation
 from ._sharded_state import ShardedState, settings_of
@@ -490,6 +491,7 @@ class ShardedOptimizer(ShardedState):
         self._failed = True
         self._shares.core.give_up(f"{type(error).__name__}: {error}")
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's pieces and receive the others'. Collective.
 

@@ -7,6 +7,7 @@ import numbers
 
 import torch
 
+from apex._internal.untraced import untraced
 from apex.parallel._engine import Engine
 
 
@@ -22,6 +23,7 @@ class Weight:
         self._engine = engine
         self._weight = weight
 
+    @untraced
     def __enter__(self) -> None:
         weight = self._weight
         if isinstance(weight, numbers.Real):
@@ -38,5 +40,6 @@ class Weight:
             weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
         self._engine.connected().begin_weight(weight)
 
+    @untraced
     def __exit__(self, *error: object) -> None:
         self._engine.connected().end_weight()

@@ -19,6 +19,7 @@ from apex._internal.flat import flatten, unflatten
 from apex._internal.group_names import name_of
 from apex._internal.refused import DataParallelWrapper
 from apex._internal.tree import find_tensors
+from apex._internal.untraced import untraced
 from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
@@ -564,6 +565,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
 
     # --- skipped steps ---
 
+    @untraced
     def skip_step(self) -> torch.Tensor:
         """Skips this step on all processes together; see ``docs/howto/skipped_steps.md``.
 
@@ -802,6 +804,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             self.static_graph = True
             self._engine.set_static_graph()
 
+    @untraced
     def statistics(self) -> dict[str, int]:
         """Counts since construction: backwards, launches, copies; see apex/parallel/reducer.h."""
         return self._reducer.statistics()
@@ -893,6 +896,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 "on every process."
             )
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Like ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
 

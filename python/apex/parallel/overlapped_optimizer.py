@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from apex._internal import pending
 from apex._internal.optimizer_steps import taking_parts
+from apex._internal.untraced import untraced
 from apex.parallel._hooks import ReducedBucket
 from apex.parallel._wrapped_optimizer import WrappedOptimizer
 from apex.parallel.distributed import DistributedDataParallel
@@ -191,20 +192,23 @@ class OverlappedOptimizer(WrappedOptimizer):
                 yield from self._hook_modules(child)
 
     def _before_forward(self, module: nn.Module) -> None:
-        engine = self._engine
-        reducer = engine.connected()
-        if self._waits[0] != engine.made:
-            if not reducer.in_flight():
-                self._called.add(module)
-                return
-            self._waits = (engine.made, self._assign())
-        parameters = self._waits[1].get(module)
-        if not parameters:
+        if self._waits[0] != self._engine.made and not self._assigned(module):
             return
-        if torch.compiler.is_compiling():
-            _wait_untraced(reducer, parameters)
-        else:
-            reducer.wait_for(parameters)
+        if parameters := self._waits[1].get(module):
+            self._wait_for(parameters)
+
+    @untraced
+    def _wait_for(self, parameters: list[int]) -> None:
+        self._engine.connected().wait_for(parameters)
+
+    @untraced
+    def _assigned(self, module: nn.Module) -> bool:
+        """Assign the waits, once buckets are in flight. Before, record the call of `module`."""
+        if not self._engine.connected().in_flight():
+            self._called.add(module)
+            return False
+        self._waits = (self._engine.made, self._assign())
+        return True
 
     def _assign(self) -> dict[nn.Module, list[int]]:
         """For each module, the indices of the parameters that its forward waits for."""
@@ -362,12 +366,3 @@ def _clear(parameters: list[nn.Parameter], set_to_none: bool) -> None:
             parameter.grad = None
         else:
             parameter.grad.detach_().zero_()
-
-
-def _wait(reducer: Any, parameters: list[int]) -> None:
-    reducer.wait_for(parameters)
-
-
-# While torch.compile traces a module, the graph breaks here; see _forward_untraced in
-# distributed.py.
-_wait_untraced = torch._disable_dynamo(_wait)
