@@ -20,14 +20,12 @@ from ddp_support import (
     check_equal,
     check_gradients,
     check_same_on_all_ranks,
-    forget_amp,
     gradients,
     raises,
     to_reference,
 )
 from torch import Tensor, nn
 
-from apex import amp
 from apex.optimizers import ShardedOptimizer
 from apex.parallel import DistributedDataParallel, OverlappedOptimizer, _compile
 
@@ -549,35 +547,6 @@ def _calls(rank: int, world: int) -> None:
 
 def test_compile_methods_in_a_compiled_function_work(ranks: RankPool) -> None:
     ranks.run(2, _calls, timeout_s=TIMEOUT_S)
-
-
-def _amp_steps(rank: int, world: int, level: str) -> None:
-    def train(compiled: bool) -> list[Tensor]:
-        torch._dynamo.reset()
-        net = _small()
-        plain = torch.optim.SGD(net.parameters(), lr=0.1)
-        net, optimizer = amp.initialize(net, plain, opt_level=level, verbosity=0)
-
-        def step(x: Tensor) -> None:
-            optimizer.zero_grad()
-            with amp.scale_loss(net(x).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-
-        run = torch.compile(step, backend="eager") if compiled else step
-        for number in range(3):
-            run(torch.ones(4, 8) + number)
-        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-        forget_amp()
-        return masters
-
-    for found, wanted in zip(train(True), train(False), strict=True):
-        check_equal(found, wanted, level)
-
-
-@pytest.mark.parametrize("level", ["O1"])
-def test_compile_amp_step_trains_as_without(ranks: RankPool, level: str) -> None:
-    ranks.run(1, _amp_steps, level, timeout_s=TIMEOUT_S)
 
 
 # --- compiled autograd ---

@@ -16,7 +16,6 @@ import torch
 from .. import _core
 from .._internal import joining
 from .._internal.group_names import name_of
-from .._internal.untraced import untraced
 from ._scaler_by_hand import ScalerByHand
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -115,7 +114,6 @@ class LossScaler(ScalerByHand):
             stash.deferred.pop(self, None)
         return stashes
 
-    @untraced
     def loss_scale(self) -> float:
         """The current scale. If dynamic, waits for the device to copy one number to the host."""
         return self._policy.get_scale() if self._static is None else self._static
@@ -139,18 +137,15 @@ class LossScaler(ScalerByHand):
     def _unskipped(self, value: int) -> None:
         self._policy.set_growth_tracker(int(value))
 
-    @untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float()`` times the scale, on the loss's device. Does not block."""
         self._begin_iteration()
         return self._policy.scale(loss)
 
-    @untraced
     def scale_tensor(self) -> torch.Tensor:
         """The scale as a float32 tensor ``[1]`` on its device. Later updates may change it."""
         return self._policy.scale_tensor()
 
-    @untraced
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
         """Multiply `grads` by 1/scale in place. If dynamic, record inf or nan in them.
 
@@ -163,12 +158,10 @@ class LossScaler(ScalerByHand):
         if self._static != 1.0:
             self._policy.unscale_([_real(grad) if grad.is_complex() else grad for grad in grads])
 
-    @untraced
     def found_inf(self) -> torch.Tensor:
         """Float32 tensor ``[1]``: 1 if a gradient since the last update was not finite, else 0."""
         return self._policy.found_inf()
 
-    @untraced
     def clear_overflow_state(self) -> None:
         """Clear the record of non-finite gradients since the last update."""
         self._policy.clear_found_inf()
@@ -181,7 +174,6 @@ class LossScaler(ScalerByHand):
             return 1
         return distributed.get_world_size(group)
 
-    @untraced
     def synchronize(self, group: Any = None, has_loss: bool = True) -> None:
         """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
 
@@ -227,7 +219,6 @@ class LossScaler(ScalerByHand):
         scale.copy_(smallest)
         self._note_overflow(torch.maximum(flags.max(), differ.float()).reshape(1))
 
-    @untraced
     def update_scale_async(self) -> torch.Tensor:
         """Adapt the scale on the device and return the flag that determined it. Does not block."""
         self._take_buffer()
@@ -236,7 +227,6 @@ class LossScaler(ScalerByHand):
         self._generation += 1
         return found_inf
 
-    @untraced
     def update_scale(self) -> bool:
         """Adapt the scale and return whether this step must be skipped.
 
