@@ -21,4 +21,9 @@ inline std::string message_of(const std::exception_ptr& cause) {
   }
 }
 
+inline std::string first_line_of(const std::exception_ptr& cause) {
+  const std::string text = message_of(cause);
+  return text.substr(0, text.find('\n'));
+}
+
 }  // namespace apex::parallel

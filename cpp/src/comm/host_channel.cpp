@@ -168,11 +168,7 @@ at::Tensor HostChannel::memory_of(int rank, const HostPlace& place, int64_t byte
 // --- issuing ---
 
 HostChannel& HostChannel::in_this_process() {
-  if (this_pid() != pid_) {
-    throw Error(
-        "this process was forked from the process that created the communicator, so it is not a "
-        "rank of it: create process groups and wrappers after the fork");
-  }
+  if (this_pid() != pid_) throw_forked();
   return *this;
 }
 

@@ -70,7 +70,6 @@ class HostWork final : public SlicedWork {
   HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
   /// Does not block, but may do this rank's part.
   bool isCompleted() override;
-  bool isSuccess() const override;
   /// @throws Error if a peer has exited, has reported a failure, or is in another collective, or on
   ///         timeout.
   bool wait_for(std::chrono::milliseconds slice) override { return wait_for(slice, {}); }
@@ -167,8 +166,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// channel and that rank have ended.
   /// @throws Error if that rank has ended before its memory was mapped.
   at::Tensor memory_of(int rank, const HostPlace& place, int64_t bytes);
-
-  int size() const { return size_; }
 
  private:
   friend class HostWork;

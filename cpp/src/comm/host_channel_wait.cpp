@@ -194,12 +194,6 @@ bool HostWork::isCompleted() {
   return operation_->completed;
 }
 
-bool HostWork::isSuccess() const {
-  if (this_pid() != channel_->pid_) return false;
-  const std::lock_guard<std::mutex> lock(channel_->mutex_);
-  return operation_->completed;
-}
-
 bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interrupted) {
   HostChannel::Held held(*channel_);
   if (operation_->completed) return true;

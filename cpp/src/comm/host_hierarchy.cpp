@@ -101,10 +101,7 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
   bool is_own() const { return this_pid() == pid_; }
 
   void require_own_process() const {
-    if (is_own()) return;
-    throw Error(
-        "this process was forked from the process that created the communicator, so it is not a "
-        "rank of it: create process groups and wrappers after the fork");
+    if (!is_own()) throw_forked();
   }
 
   void issue(const OperationPtr& operation) {
@@ -459,8 +456,6 @@ HierarchyWork::HierarchyWork(std::shared_ptr<HierarchyCore> core,
       operation_(std::move(operation)) {}
 
 bool HierarchyWork::isCompleted() { return core_->is_completed(*operation_); }
-
-bool HierarchyWork::isSuccess() const { return core_->is_completed(*operation_); }
 
 bool HierarchyWork::wait_for(milliseconds slice) { return core_->wait_for(*operation_, slice); }
 

@@ -56,7 +56,6 @@ class HierarchyWork final : public SlicedWork {
  public:
   HierarchyWork(std::shared_ptr<HierarchyCore> core, std::shared_ptr<HierarchyOperation> operation);
   bool isCompleted() override;
-  bool isSuccess() const override;
   /// @throws Error if a peer of this host has exited or reported a failure; the network's error if
   ///         that fails or the timeout has passed. As in Gloo, the timeout restarts with each
   ///         stage.

@@ -27,7 +27,6 @@ struct HostLayout {
   int place = 0;                        ///< this rank's position on its host
   int columns = 0;
 
-  int ranks_here() const { return static_cast<int>(hosts[host].size()); }
   bool in_column() const { return place < columns; }
   /// Whether every host has the same number of ranks.
   bool even() const;

@@ -19,6 +19,7 @@
 #include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
+#include "comm/error_text.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
 #include "fingerprint.h"
@@ -196,14 +197,14 @@ Group connect_group(const std::string& who, const std::string& name, const std::
                       backends, request);
   } catch (const Error&) {
     throw;
-  } catch (const std::exception& error) {
+  } catch (const std::exception&) {
     throw CommunicationError(
         who + " could not connect to the " + std::to_string(request.size) +
         " ranks of its group within " + std::to_string(request.timeout.count()) +
         " ms: check that all of them were started with the same world size and backend, that none "
         "has failed, and that the hosts can reach each other (GLOO_SOCKET_IFNAME or "
         "NCCL_SOCKET_IFNAME choose the network interface) (" +
-        message_of(error) + ")");
+        parallel::first_line_of(std::current_exception()) + ")");
   }
 }
 

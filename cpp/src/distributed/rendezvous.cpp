@@ -10,13 +10,14 @@
 #include <string>
 #include <system_error>
 
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <apex/error.h>
 #include <distributed/tcp_probe.h>
+
+#include "comm/error_text.h"
 
 namespace apex::distributed {
 namespace {
@@ -71,16 +72,6 @@ std::string Rendezvous::describe() const {
   return "rank " + std::to_string(rank) + " of " + std::to_string(world_size) + " at " + place;
 }
 
-std::string message_of(const std::exception& error) {
-  std::string text;
-  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
-    text = torch_error->what_without_backtrace();
-  } else {
-    text = error.what();
-  }
-  return text.substr(0, text.find('\n'));
-}
-
 c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   const bool is_server = rendezvous.rank == 0 && !rendezvous.agent_store;
   if (rendezvous.kind != InitMethod::Kind::kFile && !is_server) {
@@ -117,8 +108,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
     auto store = c10::make_intrusive<c10d::TCPStore>(rendezvous.master.host, options);
     store->setTimeout(rendezvous.timeout);
     return store;
-  } catch (const std::exception& error) {
-    const std::string message = message_of(error);
+  } catch (const std::exception&) {
+    const std::string message = parallel::first_line_of(std::current_exception());
     throw_not_joined(
         rendezvous,
         (rendezvous.kind == InitMethod::Kind::kFile

@@ -38,7 +38,4 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous);
 /// @throws apex::InvalidArgument when another process has the same rank or another world size.
 void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous& rendezvous);
 
-/// The first line of an exception's message, without libtorch's stack trace.
-std::string message_of(const std::exception& error);
-
 }  // namespace apex::distributed

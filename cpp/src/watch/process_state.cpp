@@ -10,6 +10,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <apex/error.h>
+
 namespace apex::parallel {
 
 namespace {
@@ -84,6 +86,12 @@ int64_t this_pid() {
     if (asked == 0) pid = known;
   }
   return known;
+}
+
+void throw_forked() {
+  throw Error(
+      "this process was forked from the process that created the communicator, so it is not a rank "
+      "of it: create process groups and wrappers after the fork");
 }
 
 void pretend_host(const std::string& name) { pretended_host() = name; }

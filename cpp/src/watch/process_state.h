@@ -22,8 +22,11 @@ struct ProcessName {
 /// nullopt if the system does not provide it (no /proc).
 std::optional<ProcessName> this_process();
 
-/// The process id; 0 on systems without one. Distinguishes a process from its forked children.
+/// The process id. Distinguishes a process from its forked children.
 int64_t this_pid();
+
+/// @throws Error for the use of a communicator in a process that was forked after its creation.
+[[noreturn]] void throw_forked();
 
 /// For tests: from now on this process and its forked children report `name` as their host. Not
 /// while another thread calls this_process().

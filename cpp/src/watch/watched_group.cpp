@@ -297,9 +297,7 @@ void require_own_process(const c10d::ProcessGroup& group) {
     if ((maker == nullptr || *maker == this_pid()) && (one == nullptr || (*one)->pid == this_pid()))
       return;
   }
-  throw Error(
-      "this process was forked from the process that created the communicator, so it is not a rank "
-      "of it: create process groups and wrappers after the fork");
+  throw_forked();
 }
 
 }  // namespace apex::parallel

@@ -21,7 +21,6 @@ TEST(HostLayout, HostsCountByTheirFirstRanks_RanksByTheGroup) {
   EXPECT_EQ(layout.hosts, (Hosts{{0, 2, 5}, {1, 4}, {3}}));
   EXPECT_EQ(layout.host, 0);
   EXPECT_EQ(layout.place, 2);
-  EXPECT_EQ(layout.ranks_here(), 3);
   EXPECT_EQ(layout.columns, 1);
   EXPECT_FALSE(layout.in_column());
   EXPECT_FALSE(layout.even());
