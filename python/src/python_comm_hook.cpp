@@ -10,7 +10,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "errors.h"
 #include "torch_caster.h"
 
 namespace nb = nanobind;
@@ -51,8 +50,8 @@ class PythonCommHook final : public parallel::CommHook {
     const nb::gil_scoped_acquire gil;
     try {
       runner_(BucketView{bucket}, Completion{future});
-    } catch (nb::python_error& error) {
-      rethrow(error, "a communication hook raised ");
+    } catch (const nb::python_error& error) {
+      throw Error(std::string("a communication hook raised ") + error.what());
     }
     return future;
   }

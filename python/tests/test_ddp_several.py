@@ -59,8 +59,6 @@ def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
         check_same_on_all_ranks([p.grad for p in net.parameters()], how)
     if kept is not None:
         kept.backward()  # its wrapper takes the parameters back, for this time
-        del kept
-        gc.collect()
         first.zero_grad()
         first.score(torch.randn(8, 4)).mean().backward()
         check_same_on_all_ranks([net.weight.grad], "afterwards")
@@ -70,6 +68,40 @@ def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
 @pytest.mark.parametrize("how", ["method", "inputs", "forward"])
 def test_wrapper_is_dropped_the_other_one_averages(ranks: RankPool, how: str, ends: str) -> None:
     ranks.run(2, _wrapper_is_dropped, how, ends)
+
+
+def _dropped_within_backward(rank: int, world: int) -> None:
+    """Hazard: where the garbage collector drops a wrapper earlier than on other ranks, another one
+    takes parameters that those ranks still average with the dropped one."""
+    torch.manual_seed(rank)
+    net = nn.Linear(4, 3)
+    first: Any = DistributedDataParallel(net)
+    second: Any = DistributedDataParallel(net)
+    second.circle = [second]
+    x = torch.randn(8, 4)
+    outs = first(x), second(x)
+    if rank == 0:
+        outs[0].register_hook(lambda grad: (gc.collect(), grad)[1])
+    loss = outs[0].square().mean() + outs[1].mean()
+    del second
+    loss.backward()
+    check_same_on_all_ranks([p.grad for p in net.parameters()], "gradients")
+    del loss, outs
+    gc.collect()
+    first.zero_grad()
+    net(torch.randn(8, 4)).sum().backward()
+    check_same_on_all_ranks([p.grad for p in net.parameters()], "afterwards")
+    del first
+    gc.collect()
+    net.zero_grad()
+    net(torch.randn(8, 4)).sum().backward()  # without a wrapper nothing is averaged
+    means = net.weight.grad.clone()  # type: ignore[union-attr]
+    dist.all_reduce(means)
+    check(not torch.equal(means / world, net.weight.grad), "averaged without a wrapper")  # type: ignore[arg-type]
+
+
+def test_wrapper_is_dropped_within_backward_on_one_rank(ranks: RankPool) -> None:
+    ranks.run(2, _dropped_within_backward)
 
 
 def _two_wrappers(rank: int, world: int, options: dict[str, Any], freezes: bool) -> None:

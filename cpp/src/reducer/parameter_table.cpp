@@ -187,10 +187,19 @@ void ParameterTable::retire() {
   }
 }
 
+bool ParameterTable::is_orphan(const Parameter& parameter) const {
+  return parameter.owner->load(std::memory_order_relaxed) == nullptr && !retired_.load();
+}
+
+bool ParameterTable::shares(const Parameter& parameter) const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [&](const Parameter& one) { return one.owner == parameter.owner; });
+}
+
 void ParameterTable::own_orphans() {
   for (Parameter& parameter : parameters_) {
     const void* none = nullptr;
-    if (!retired_.load()) parameter.owner->compare_exchange_strong(none, self_);
+    parameter.owner->compare_exchange_strong(none, self_);
   }
 }
 

@@ -124,7 +124,9 @@ class ParameterTable {
   /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
   /// its parameters.
   void retire();
-  /// Owns the parameters whose owner has retired, unless this reducer has.
+  /// Whether no reducer owns the parameter, and this one has not retired.
+  bool is_orphan(const Parameter& parameter) const;
+  bool shares(const Parameter& parameter) const;
   void own_orphans();
   bool retired() const { return retired_.load(); }
 

@@ -93,14 +93,7 @@ ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupP
 
 ReducerCore::~ReducerCore() {
   BackwardSession::drop(this);
-  retire();  // a backward after the last time may have taken the parameters back
-}
-
-void ReducerCore::retire() {
-  context().parameters.retire();
-  const auto all = all_reducers();
-  for (auto one = all.rbegin(); one != all.rend(); ++one)
-    (*one)->context().parameters.own_orphans();
+  retire();
 }
 
 void ReducerCore::begin() {
@@ -357,6 +350,7 @@ void ReducerCore::overtake_deferred() {
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Change change(context().monitor);
   const Parameter& parameter = context().parameters[index];
+  if (!in_backward(context().phase)) adopt(parameter);
   if (!context().parameters.owns(parameter) ||
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
@@ -365,6 +359,20 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
   backward_->gradient_ready(index, incoming);
   if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
+}
+
+/// Hazard: the reducer that owned the parameter was dropped, no output of this one is in the graph,
+/// and so nothing would be averaged. The last constructed of the reducers that are left takes the
+/// parameters, which is the same one on every rank.
+void ReducerCore::adopt(const Parameter& parameter) {
+  ParameterTable& own = context().parameters;
+  if (!own.is_orphan(parameter) || context().members.pid != this_pid()) return;
+  const auto all = all_reducers();
+  for (auto one = all.rbegin(); one != all.rend() && one->get() != this; ++one) {
+    const ParameterTable& later = (*one)->context().parameters;
+    if (!later.retired() && later.shares(parameter)) return;
+  }
+  own.own_orphans();
 }
 
 /// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
@@ -451,6 +459,7 @@ void ReducerCore::complete(const BackwardSession* session, const std::function<v
   } else {
     finish(meanwhile);
   }
+  if (context().parameters.retired()) retire();  // this backward had taken the parameters back
 }
 
 void ReducerCore::finish(const std::function<void()>& meanwhile) {
@@ -484,6 +493,7 @@ void ReducerCore::abandon(const BackwardSession* session) noexcept {
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->fail();
   state_.reporter.backward_ended();
+  if (context().parameters.retired()) retire();
 }
 
 std::string ReducerCore::out_of_step() const {

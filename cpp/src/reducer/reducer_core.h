@@ -31,8 +31,8 @@ class ReducerCore final : public BackwardParticipant,
   ~ReducerCore() override;
   /// Compares models, connects, broadcasts, and hooks the parameters. Collective.
   void begin();
-  /// Hands its parameters over to the last constructed of the reducers that share them.
-  void retire();
+  /// Gives the parameters up, once a backward in progress has ended.
+  void retire() { context().parameters.retire(); }
 
   // Called by the user.
   void prepare_for_forward();
@@ -111,6 +111,7 @@ class ReducerCore final : public BackwardParticipant,
   void or_fail(const std::function<void()>& body);
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
+  void adopt(const Parameter& parameter);
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);
   void forget_cleared_weights();
   bool trains_any() const;

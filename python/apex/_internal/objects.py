@@ -42,11 +42,11 @@ def gather_object(value: Any, to: int, group: dist.ProcessGroup) -> list[Any] | 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
     """The value's bytes, padded to one length on all ranks, and the length of each rank's value."""
     device = dist.distributed_c10d._get_object_coll_device(group)
-    error: Exception | None = None
+    error: BaseException | None = None
     own = torch.empty(0, dtype=torch.uint8, device=device)
     try:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    except Exception as raised:  # noqa: BLE001  (raised below, when the other ranks know of it)
+    except BaseException as raised:  # noqa: BLE001  (raised below, when the other ranks know)
         error = raised
     group = dist.distributed_c10d._get_default_group() if group is None else group
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
