@@ -372,6 +372,9 @@ void ReducerCore::adopt(const Parameter& parameter) {
     const ParameterTable& later = (*one)->context().parameters;
     if (!later.retired() && later.shares(parameter)) return;
   }
+  for (const auto& one : BackwardSession::participants()) {  // one that was dropped meanwhile
+    if (static_cast<ReducerCore&>(*one).context().parameters.shares(parameter)) return;
+  }
   own.own_orphans();
 }
 
