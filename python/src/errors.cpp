@@ -38,15 +38,20 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
+/// Throws Python's current exception as torch's python_error, which passes through autograd
+/// unchanged. Needs the GIL.
+[[noreturn]] void throw_current() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 /// Runs Python's signal handlers while C++ waits. If a handler raises, the exception ends the wait.
-/// It is thrown as torch's python_error, so that it passes through autograd unchanged.
 bool sees_signal(std::thread::id main_thread) {
   if (std::this_thread::get_id() != main_thread || Py_IsInitialized() == 0) return false;
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  python_error error;
-  error.persist();
-  throw error;
+  throw_current();
 }
 
 }  // namespace
@@ -54,9 +59,7 @@ bool sees_signal(std::thread::id main_thread) {
 void rethrow(nb::python_error& raised, const std::string& what) {
   if (raised.matches(PyExc_Exception)) throw Error(what + raised.what());
   raised.restore();
-  python_error error;
-  error.persist();
-  throw error;
+  throw_current();
 }
 
 void init_errors(nb::module_&) {

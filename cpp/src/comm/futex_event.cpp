@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "comm/futex_event.h"
 
-#include <climits>
-
-#include "comm/host_step.h"
-
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <climits>
 #include <ctime>
+
+#include "comm/host_step.h"
 
 namespace apex::parallel {
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "comm/host_channel.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -17,8 +19,6 @@
 #include "comm/host_sum.h"
 #include "plain_text.h"
 #include "watch/call_log.h"
-
-#include <sched.h>
 
 // Creates a channel and issues collectives. host_channel_parts.cpp makes progress on them, and
 // host_channel_wait.cpp waits.

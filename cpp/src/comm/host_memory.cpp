@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "comm/host_memory.h"
 
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -8,13 +15,6 @@
 #include <utility>
 
 #include <apex/error.h>
-
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 namespace apex::parallel {
 
@@ -76,8 +76,6 @@ int open_file(int64_t pid, const HostPlace& place) {
   }
   return fd;
 }
-
-void close_file(int fd) { ::close(fd); }
 
 // Note [Copies for forked processes]
 //
@@ -160,7 +158,7 @@ std::shared_ptr<HostMemory> HostMemory::create(size_t first_bytes) {
 HostMemory::~HostMemory() {
   for (const Block& block : blocks_) {
     unmap(block.data, block.bytes);
-    close_file(block.fd);
+    ::close(block.fd);
   }
 }
 
@@ -171,7 +169,7 @@ void HostMemory::add_block(size_t bytes) {
   try {
     block.data = map(block.fd, bytes);
   } catch (...) {
-    close_file(block.fd);
+    ::close(block.fd);
     throw;
   }
   block.free.emplace(0, bytes);
@@ -310,10 +308,10 @@ char* PeerMemory::at(const HostPlace& place) {
     try {
       mapping.data = map(fd, place.bytes);
     } catch (...) {
-      close_file(fd);
+      ::close(fd);
       throw;
     }
-    close_file(fd);  // the mapping keeps the file alive
+    ::close(fd);  // the mapping keeps the file alive
     found = mapped_.emplace(place.block, mapping).first;
   }
   return found->second.data + place.offset;

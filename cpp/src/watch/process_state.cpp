@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "watch/process_state.h"
 
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <sstream>
-
-#include <pthread.h>
-#include <signal.h>
-#include <unistd.h>
 
 #include <apex/error.h>
 

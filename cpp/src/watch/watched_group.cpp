@@ -194,14 +194,16 @@ std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
     const int64_t times = shared.add("apex/introduced/" + base + "/" + author, 1);
     name_in_store_ = base + "/" + std::to_string(times);
   }
+  const auto named = [this](const std::string& kind) {
+    return "apex/" + kind + '/' + name_in_store_;
+  };
   if (!introduced_) {
     if (const auto process = this_process()) {
-      NoticeBoard("apex/process/" + process->host + '/' + name_in_store_)
-          .post(shared, author, process->encode());
+      NoticeBoard(named("process/" + process->host)).post(shared, author, process->encode());
     }
     introduced_ = true;
   }
-  return "apex/" + what + '/' + name_in_store_;
+  return named(what);
 }
 
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group) { return if_own(find_any(group)); }
