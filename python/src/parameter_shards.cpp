@@ -62,7 +62,8 @@ void init_parameter_shards(nb::module_& m) {
       "The pieces (parameter, begin, end) that each rank steps.");
   nb::class_<ParameterShards>(m, "ParameterShards",
                               "The parameters that each rank steps, and their exchange. "
-                              "Not thread safe.")
+                              "Not thread safe.",
+                              nb::is_weak_referenceable())
       .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
            "whole"_a, "replicas"_a, NoGil())
       .def(
@@ -74,6 +75,7 @@ void init_parameter_shards(nb::module_& m) {
       .def("shards", [](const ParameterShards& self) { return to_tuples(self.shards()); })
       .def("tensors", &ParameterShards::tensors)
       .def("take_gradients", &ParameterShards::take_gradients, NoGil())
+      .def("total_norm", &ParameterShards::total_norm, "gradients"_a, "norm_type"_a, NoGil())
       .def("drop_gradients", &ParameterShards::drop_gradients, NoGil())
       .def("publish", &ParameterShards::publish, NoGil())
       .def("give_up", &ParameterShards::give_up, "why"_a, NoGil());

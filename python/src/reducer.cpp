@@ -18,6 +18,7 @@
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
+#include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -382,6 +383,12 @@ void init_reducer(nb::module_& m) {
             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
           },
           nb::arg("name"), release())
+      .def(
+          "set_shard_hook",
+          [](Reducer& self, const parallel::ParameterShards& shards) {
+            self.set_comm_hook(shards.comm_hook(self.communicator()));
+          },
+          nb::arg("shards"), release())
       .def(
           "set_bucket_callback",
           [](Reducer& self, nb::object callback) {

@@ -288,6 +288,19 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
                          [&] { return detail::all_gather_single(group, output, input, options); });
 }
 
+c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
+                                                    c10d::ProcessGroup& group,
+                                                    const at::Tensor& received,
+                                                    std::vector<at::Tensor> parts,
+                                                    c10d::ReduceOp::RedOpType op) {
+  std::vector<at::Tensor> outputs{received};
+  std::vector<std::vector<at::Tensor>> inputs{std::move(parts)};
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  return call_collective(what, group,
+                         [&] { return group.reduce_scatter(outputs, inputs, options); });
+}
+
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 const std::vector<int64_t>& received_numel,

@@ -84,6 +84,14 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on = Enqueue::kOnOwnStream);
+/// Writes the sum of `parts[rank of this process]` over all ranks to `received`. Parts may have
+/// different sizes, the same on every rank. On devices: over Gloo it would send as much as an
+/// all-reduce.
+c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
+                                                    c10d::ProcessGroup& group,
+                                                    const at::Tensor& received,
+                                                    std::vector<at::Tensor> parts,
+                                                    c10d::ReduceOp::RedOpType op);
 /// Number of elements per rank; empty lists mean equal shares.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,

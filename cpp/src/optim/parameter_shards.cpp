@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -17,6 +18,7 @@
 
 #include "comm/collectives.h"
 #include "fingerprint.h"
+#include "optim/shard_hook.h"
 #include "optim/shared_parameters.h"
 #include "plain_text.h"
 #include "tensor_parts.h"
@@ -201,6 +203,8 @@ struct ParameterShards::State {
   bool whole = false;
   std::vector<NamedTensor> parameters;
   Shards shards;
+  /// Of each parameter, for comm_hook().
+  std::unordered_map<const c10::TensorImpl*, std::vector<PieceOfRank>> pieces;
   std::vector<at::Tensor> tensors;
   std::vector<Form> forms;         ///< of each parameter, when it was added
   std::vector<const void*> seen;   ///< last known address of each parameter
@@ -261,6 +265,27 @@ struct ParameterShards::State {
       refuse(parameter,
              "has gaps in its memory: replace it by a contiguous one before the optimizer is made");
     }
+  }
+
+  void refuse_sparse(const NamedTensor& parameter) const {
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (!grad.defined() || grad.layout() == at::kStrided) return;
+    throw InvalidArgument(me() + "the gradient of parameter '" + parameter.name +
+                          "' is sparse, and a sharded optimizer cannot step it: construct the "
+                          "layer with sparse=False, or give it an optimizer of its own");
+  }
+
+  /// The part of the parameter's gradient, in the order of its memory; undefined without gradient.
+  at::Tensor gradient_of(const ParameterPiece& piece) const {
+    const at::Tensor& parameter = of(piece);
+    at::Tensor grad = parameter.grad();
+    if (!grad.defined() || is_whole(piece, parameter)) return grad;
+    if (grad.strides() != parameter.strides() || !has_memory(grad) || grad.is_conj() ||
+        grad.is_neg()) {
+      const at::Tensor like = at::empty_like(parameter, grad.options(), at::MemoryFormat::Preserve);
+      grad = like.copy_(grad);
+    }
+    return flat_memory(grad).narrow(0, piece.begin, piece.end - piece.begin);
   }
 
   /// Throws if parameters share memory, because two ranks would step the same elements.
@@ -406,6 +431,8 @@ struct ParameterShards::State {
       for (ParameterPiece piece : added[r]) {
         piece.parameter += static_cast<int64_t>(before);
         shards[r].push_back(piece);
+        pieces[of(piece).unsafeGetTensorImpl()].push_back(
+            {static_cast<int64_t>(r), piece.begin, piece.end});
         if (r != rank) continue;
         tensors.push_back(is_whole(piece, of(piece)) ? of(piece) : values(piece));
       }
@@ -521,7 +548,7 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  const std::vector<double>& costs, bool whole,
                                  c10::intrusive_ptr<c10d::ProcessGroup> replicas)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_shared<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
   state_->rank = static_cast<size_t>(group->getRank());
   state_->shards.resize(static_cast<size_t>(group->getSize()));
@@ -550,6 +577,34 @@ const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const 
 
 const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_->tensors; }
 
+std::shared_ptr<CommHook> ParameterShards::comm_hook(
+    c10::intrusive_ptr<c10d::ProcessGroup> communicator) const {
+  const State& state = *state_;
+  if (state.replicas->getSize() != state.group->getSize() || !communicator ||
+      communicator->getSize() != state.group->getSize() ||
+      communicator->getRank() != state.group->getRank()) {
+    throw InvalidArgument(state.me() +
+                          "a reduce-scatter of gradients needs an optimizer whose work is split "
+                          "among all ranks of the reducer (across_hosts=True)");
+  }
+  return make_shard_hook(std::move(communicator), [weak = std::weak_ptr<State>(state_)](
+                                                      const at::Tensor& parameter) {
+    const auto state = weak.lock();
+    if (!state) {
+      throw InvalidArgument(
+          "the ShardedOptimizer whose shards receive the gradients was deleted: keep it as "
+          "long as the model is trained, or remove the hook");
+    }
+    const auto found = state->pieces.find(parameter.unsafeGetTensorImpl());
+    if (found == state->pieces.end()) {
+      throw InvalidArgument(state->me() + "a parameter of shape " + c10::str(parameter.sizes()) +
+                            " gets a gradient and is not in this optimizer, so no rank would "
+                            "receive the average: add it, or do not use reduce_scatter");
+    }
+    return found->second;
+  });
+}
+
 void ParameterShards::refuse_failed() const { state_->refuse_failed(); }
 
 void ParameterShards::take_gradients() {
@@ -558,31 +613,51 @@ void ParameterShards::take_gradients() {
   state.refuse_failed();
   state.refuse_partial_gradients();
   const bool moved = state.follow_memory();
-  for (const NamedTensor& parameter : state.parameters) {
-    const at::Tensor& grad = parameter.tensor.grad();
-    if (grad.defined() && grad.layout() != at::kStrided) {
-      throw InvalidArgument(state.me() + "the gradient of parameter '" + parameter.name +
-                            "' is sparse, and a sharded optimizer cannot step it: construct the "
-                            "layer with sparse=False, or give it an optimizer of its own");
-    }
-  }
+  for (const NamedTensor& parameter : state.parameters) state.refuse_sparse(parameter);
   if (state.has_others()) state.begin(moved);
   for (size_t i = 0; i < state.tensors.size(); ++i) {
     const ParameterPiece& piece = state.own()[i];
     const at::Tensor& parameter = state.of(piece);
     if (is_whole(piece, parameter)) continue;
-    at::Tensor grad = parameter.grad();
-    if (grad.defined()) {
-      if (grad.strides() != parameter.strides() || !has_memory(grad) || grad.is_conj() ||
-          grad.is_neg()) {
-        const at::Tensor like =
-            at::empty_like(parameter, grad.options(), at::MemoryFormat::Preserve);
-        grad = like.copy_(grad);
-      }
-      grad = flat_memory(grad).narrow(0, piece.begin, piece.end - piece.begin);
-    }
-    state.tensors[i].mutable_grad() = grad;
+    state.tensors[i].mutable_grad() = state.gradient_of(piece);
   }
+}
+
+std::vector<at::Tensor> ParameterShards::gradients() const {
+  const at::NoGradGuard no_grad;
+  for (const NamedTensor& parameter : state_->parameters) state_->refuse_sparse(parameter);
+  std::vector<at::Tensor> all;
+  for (const ParameterPiece& piece : state_->own()) {
+    at::Tensor grad = state_->gradient_of(piece);
+    if (grad.defined()) all.push_back(std::move(grad));
+  }
+  return all;
+}
+
+at::Tensor ParameterShards::total_norm(const std::vector<at::Tensor>& gradients,
+                                       double norm_type) const {
+  constexpr const char* kWhat = "total norm of gradients";
+  const State& state = *state_;
+  const at::NoGradGuard no_grad;
+  const bool wide = std::any_of(
+      state.parameters.begin(), state.parameters.end(), [](const NamedTensor& parameter) {
+        return c10::toRealValueType(parameter.tensor.scalar_type()) == at::kDouble;
+      });
+  at::TensorOptions options = at::TensorOptions().dtype(wide ? at::kDouble : at::kFloat);
+  if (!state.parameters.empty()) options = options.device(state.parameters[0].tensor.device());
+  const at::Tensor of_ranks = at::zeros({state.group->getSize()}, options);
+  if (!gradients.empty()) {
+    std::vector<at::Tensor> norms;
+    for (const at::Tensor& norm : at::_foreach_norm(gradients, norm_type))
+      norms.push_back(norm.to(options));
+    const at::Tensor mine = at::linalg_vector_norm(at::stack(norms), norm_type);
+    of_ranks[static_cast<int64_t>(state.rank)].copy_(mine);
+  }
+  if (!state.alone()) {
+    run_collective(kWhat, *state.group,
+                   [&] { return issue_all_reduce(kWhat, *state.group, of_ranks); });
+  }
+  return at::linalg_vector_norm(of_ranks, norm_type);
 }
 
 void ParameterShards::drop_gradients() {

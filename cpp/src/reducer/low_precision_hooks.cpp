@@ -6,14 +6,12 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 
 #include "comm/collectives.h"
+#include "reducer/built_in_hook.h"
 
 namespace apex::parallel {
 
@@ -21,6 +19,9 @@ namespace {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using detail::completed;
+using detail::SideStream;
+using detail::then;
 
 void check_arguments(const GroupPtr& group, at::ScalarType dtype) {
   if (!group) throw InvalidArgument("a communication hook needs a process group");
@@ -28,14 +29,6 @@ void check_arguments(const GroupPtr& group, at::ScalarType dtype) {
   std::ostringstream out;
   out << "a low-precision communication hook sends float16 or bfloat16, got " << dtype;
   throw InvalidArgument(out.str());
-}
-
-FuturePtr completed(const at::Tensor& value) {
-  std::vector<c10::Device> devices;
-  if (!value.is_cpu()) devices.push_back(value.device());
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);
-  future->markCompleted(c10::IValue(value));
-  return future;
 }
 
 /// The tensor as bytes, because some backends do not support every dtype.
@@ -87,14 +80,7 @@ class Fp32AccumulateHook final : public CommHook {
     Exchange exchange = scatter(bucket.buffer);
     FuturePtr future = exchange.work->getFuture();
     exchanges_[bucket.index] = std::move(exchange);
-    // The value of the backend's future is unspecified; finish() uses the received tensor.
-    const at::Tensor buffer = bucket.buffer;
-    return future->then(
-        [buffer](c10::ivalue::Future& done) {
-          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-          return c10::IValue(buffer);
-        },
-        c10::TensorType::get());
+    return then(*future, bucket.buffer);
   }
 
   FuturePtr finish(GradientBucket& bucket, const at::Tensor&) override {
@@ -105,13 +91,7 @@ class Fp32AccumulateHook final : public CommHook {
     exchanges_.erase(found);
     at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
     const auto work = gather(gathered, share);
-    const int64_t numel = bucket.buffer.numel();
-    return work->getFuture()->then(
-        [gathered, numel](c10::ivalue::Future& done) {
-          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-          return c10::IValue(gathered.narrow(0, 0, numel));
-        },
-        c10::TensorType::get());
+    return then(*work->getFuture(), gathered.narrow(0, 0, bucket.buffer.numel()));
   }
 
  private:
@@ -145,27 +125,21 @@ class Fp32AccumulateHook final : public CommHook {
   }
 
   FuturePtr run_on_device(GradientBucket& bucket) {
-    const c10::Device device = bucket.buffer.device();
-    const c10::impl::VirtualGuardImpl guard_of(device.type());
-    if (!stream_) stream_ = guard_of.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-    c10::Event packed(device.type());
-    packed.record(guard_of.getStream(device));
-    packed.block(*stream_);
-    const c10::StreamGuard guard(*stream_);
-    bucket.buffer.record_stream(*stream_);
-    const Exchange exchange = scatter(bucket.buffer);
-    wait_collective(exchange.work, "all-to-all of low-precision gradients", *group_);
-    const at::Tensor share = sum(exchange);
-    at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
-    wait_collective(gather(gathered, share), "all-gather of low-precision averages", *group_);
-    return completed(gathered.narrow(0, 0, bucket.buffer.numel()));
+    return side_stream_.run(bucket.buffer, [&] {
+      const Exchange exchange = scatter(bucket.buffer);
+      wait_collective(exchange.work, "all-to-all of low-precision gradients", *group_);
+      const at::Tensor share = sum(exchange);
+      at::Tensor gathered = at::empty({world_ * share.numel()}, share.options());
+      wait_collective(gather(gathered, share), "all-gather of low-precision averages", *group_);
+      return completed(gathered.narrow(0, 0, bucket.buffer.numel()));
+    });
   }
 
   const GroupPtr group_;
   const int64_t world_;
   const at::ScalarType dtype_;
   std::unordered_map<int64_t, Exchange> exchanges_;  ///< by bucket, between run() and finish()
-  std::optional<c10::Stream> stream_;
+  SideStream side_stream_;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
@@ -127,9 +128,11 @@ Net make(int seed) {
   return Net();
 }
 
-void backward(Net& net, int step) {
+void backward(Net& net, int step, Reducer* reducer = nullptr) {
   const at::Tensor x = torch::sin(torch::arange(28).to(at::kFloat).view({4, 7}) * (step + 1));
-  net->forward(x).square().mean().backward();
+  const at::Tensor loss = net->forward(x).square().mean();
+  if (reducer != nullptr) reducer->watch_outputs({loss});
+  loss.backward();
 }
 
 /// Oracle: the plain optimizer on one rank with the same gradients.
@@ -169,6 +172,95 @@ TEST(ShardedOptimizerCpp, Parameters_AreThoseOfThePlainOptimizerBitForBit) {
                                                    false);
   expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), false);
   expect_steps_of_the_plain_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01), true);
+}
+
+/// Oracles: an all-reduce in the same steps; float64 for the norm.
+TEST(ShardedOptimizerCpp, ReduceScatter_IsTheAverageOfTheShareAndNanElsewhere) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const bool whole : {false, true}) {
+      run_ranks(ranks, [&](int rank, const Group& group) {
+        Net plain_net = make(0), net = make(0);
+        const auto named = [](Net& of) {
+          std::vector<NamedTensor> all;
+          for (const auto& item : of->named_parameters()) {
+            if (item.value().requires_grad()) all.push_back({item.key(), item.value()});
+          }
+          return all;
+        };
+        ReducerOptions options;
+        options.limits.cap = 2000;
+        options.gradient_as_bucket_view = whole;
+        Reducer plain_reducer(named(plain_net), {group}, options);
+        Reducer reducer(named(net), {group}, options);
+        torch::optim::SGD plain(plain_net->parameters(), torch::optim::SGDOptions(0.1));
+        ShardedOptimizer<torch::optim::SGD> optimizer(named(net), group,
+                                                      torch::optim::SGDOptions(0.1), {}, whole);
+        optimizer.reduce_scatter(reducer);
+        for (int step = 0; step < 4; ++step) {
+          plain.zero_grad();
+          optimizer.zero_grad(step % 2 == 0);
+          backward(plain_net, step * ranks + rank, &plain_reducer);
+          backward(net, step * ranks + rank, &reducer);
+          double squares = 0;
+          std::vector<at::Tensor> kept;
+          for (size_t i = 0; i < net->parameters().size(); ++i) {
+            const at::Tensor& grad = net->parameters()[i].grad();
+            const at::Tensor& expected = plain_net->parameters()[i].grad();
+            ASSERT_EQ(grad.defined(), expected.defined()) << i;
+            if (!grad.defined()) continue;
+            squares += expected.to(at::kDouble).square().sum().item<double>();
+            kept.push_back(at::isfinite(grad));
+            EXPECT_TRUE(at::allclose(grad.masked_select(kept.back()),
+                                     expected.masked_select(kept.back()), 1e-5, 1e-8));
+          }
+          int64_t mine = 0;
+          for (const at::Tensor& mask : kept) mine += mask.sum().item<int64_t>();
+          int64_t stepped = 0;
+          for (const at::Tensor& grad : optimizer.shards().gradients()) {
+            EXPECT_TRUE(at::isfinite(grad).all().item<bool>());
+            stepped += grad.numel();
+          }
+          EXPECT_EQ(mine, stepped);
+          EXPECT_NEAR(optimizer.clip_grad_norm_(0.01).item<double>(), std::sqrt(squares),
+                      1e-5 * std::sqrt(squares));
+          torch::nn::utils::clip_grad_norm_(plain_net->parameters(), 0.01);
+          plain.step();
+          optimizer.step();
+          for (size_t i = 0; i < net->parameters().size(); ++i) {
+            EXPECT_TRUE(at::allclose(net->parameters()[i], plain_net->parameters()[i], 1e-5, 1e-7))
+                << i << ' ' << ranks;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(ShardedOptimizerCpp, ReduceScatter_WithoutItsOptimizerOrParameters_Throws) {
+  run_ranks(2, [&](int, const Group& group) {
+    Net net = make(0);
+    std::vector<NamedTensor> named{{"weight", net->wide->weight}, {"head", net->head->weight}};
+    Reducer reducer(named, {group}, {});
+    const auto message = [&] {
+      try {
+        const at::Tensor loss = net->wide->weight.sum() + net->head->weight.sum();
+        reducer.watch_outputs({loss});
+        loss.backward();
+      } catch (const std::exception& error) {
+        return std::string(error.what());
+      }
+      return std::string();
+    };
+    {
+      ShardedOptimizer<torch::optim::SGD> optimizer(std::vector<NamedTensor>{named[0]}, group,
+                                                    torch::optim::SGDOptions(0.1));
+      optimizer.reduce_scatter(reducer);
+      EXPECT_NE(message().find("is not in this optimizer"), std::string::npos) << message();
+    }
+    EXPECT_NE(message().find("was deleted"), std::string::npos) << message();
+    reducer.set_comm_hook(nullptr);
+    EXPECT_EQ(message(), "");
+  });
 }
 
 /// Saved with some ranks, loaded with others. Oracle: the plain optimizer on one rank, which steps

@@ -241,6 +241,11 @@ def setup(
             raise RuntimeError(
                 "An optimizer was passed to amp.initialize twice; pass each optimizer once."
             )
+        if getattr(optimizer, "reduces_into_shards", False):
+            raise ValueError(
+                "amp searches all gradients for infinities, and with reduce_scatter=True a rank "
+                "has only its share: leave it out, or train in bfloat16 without amp.initialize."
+            )
         if properties.master_weights:
             refuse_master_weights(optimizer)
     if properties.cast_model_type:

@@ -13,6 +13,18 @@ from .._internal.dtypes import alike
 from ._foreach import Batch, ForeachOptimizer, norms, on_device
 
 
+def norm_of_gradients(groups: list[list[Tensor]]) -> Tensor | None:
+    """The norm of all gradients together; None without gradients."""
+    found: list[Tensor] = []
+    for params in groups:
+        for members in alike(params):
+            found += norms([param.grad for param in members if param.grad is not None])
+    if not found:
+        return None
+    widest = max((norm.dtype for norm in found), key=lambda dtype: dtype.itemsize)
+    return torch.stack([norm.to(found[0].device, widest) for norm in found]).norm()
+
+
 class FusedLAMB(ForeachOptimizer):
     """LAMB: Adam with an update that is scaled, per parameter, by the norm of the parameter.
 
@@ -99,25 +111,15 @@ class FusedLAMB(ForeachOptimizer):
                     divisors[batch.device] = divisor.to(batch.device)
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
-    def _normed(self) -> list[list[Tensor]]:
-        """The parameters to clip together. A ShardedOptimizer replaces this by the parameters of
-        all ranks."""
-        return [group["params"] for group in self.param_groups]
+    def _gradient_norm(self) -> Tensor | None:
+        """The norm of all gradients. A ShardedOptimizer replaces this by that of all ranks."""
+        return norm_of_gradients([group["params"] for group in self.param_groups])
 
     def _clipping_divisor(self) -> Tensor | None:
         """max(1, norm / max_grad_norm) over all gradients; None without clipping or gradients."""
         limit = self.defaults["max_grad_norm"]
-        if not limit:
-            return None
-        found: list[Tensor] = []
-        for params in self._normed():
-            for members in alike(params):
-                found += norms([param.grad for param in members if param.grad is not None])
-        if not found:
-            return None
-        widest = max((norm.dtype for norm in found), key=lambda dtype: dtype.itemsize)
-        total = torch.stack([norm.to(found[0].device, widest) for norm in found]).norm()
-        return torch.where(total > limit, total / limit, torch.ones_like(total))
+        total = self._gradient_norm() if limit else None
+        return None if total is None else torch.where(total > limit, total / limit, 1.0)
 
     def _update_batch(
         self,

@@ -8,7 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,14 @@ from apex._internal.groups import (
     split,
 )
 from apex._internal.optimizer_steps import taking_parts
-from apex._internal.sharded_masters import ShardedMaster, published
+from apex._internal.sharded_masters import ShardedMaster, flat_like, published
 from apex._internal.untraced import untraced
 
 from ._fused import implementation
 from ._sharded_state import ShardedState, settings_of
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
-from .fused_lamb import FusedLAMB
+from .fused_lamb import FusedLAMB, norm_of_gradients
 from .fused_sgd import FusedSGD
 
 # Note [Two optimizers]
@@ -161,6 +161,17 @@ class _Shares:
         wanted = {id(p) for p in parameters}
         return [t for t, piece in self.own if id(self.given[piece[0]]) in wanted]
 
+    def total_norm(self, norm_type: float) -> Tensor:
+        """The norm of the gradients of all ranks' shares. Collective."""
+        mine = []
+        for _, (index, begin, end) in self.own:
+            grad, parameter = self.given[index].grad, self.parameters[index]
+            if grad is not None and end - begin < parameter.numel():
+                grad = flat_like(parameter, grad)[begin:end]
+            if grad is not None:
+                mine.append(grad)
+        return self.core.total_norm(mine, float(norm_type))  # type: ignore[no-any-return]
+
     def step(self, inner: torch.optim.Optimizer) -> None:
         """Step this rank's pieces."""
         self.core.take_gradients()
@@ -202,9 +213,10 @@ class ShardedOptimizer(ShardedState):
 
     Each rank steps its share of the parameters and receives the other shares from the ranks that
     have stepped them; processes of one host use shared memory. So n ranks do the work of one
-    optimizer once instead of n times, and each keeps 1/n of its state. Every rank has all
-    gradients, as after a backward of DistributedDataParallel. Clipping, loss scaling, accumulation,
-    hooks and schedulers therefore work as with the plain optimizer. The signature is that of
+    optimizer once instead of n times, and each keeps 1/n of its state. By default every rank has
+    all gradients, as after a backward of DistributedDataParallel. Clipping, loss scaling,
+    accumulation, hooks and schedulers therefore work as with the plain optimizer. The signature is
+    that of
     ``torch.distributed.optim.ZeroRedundancyOptimizer``, so only the import changes::
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
@@ -222,7 +234,7 @@ class ShardedOptimizer(ShardedState):
     get whole parameters, balanced by cost.
 
     Algorithm: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models" (2019), stage 1.
+    Models" (2019), stage 1; the communication of stage 2 with ``reduce_scatter``.
 
     Args:
         params: parameters, groups, or pairs of name and parameter, as for every optimizer; the
@@ -234,6 +246,11 @@ class ShardedOptimizer(ShardedState):
         parameters_as_bucket_view: for ZeroRedundancyOptimizer's scripts; has no effect.
         overlap_with_ddp: must be False.
         ddp: the wrapper whose process group is used.
+        reduce_scatter: True: the gradients of ``ddp`` are reduce-scattered instead of all-reduced,
+            which sends half the bytes. After backward a rank has the average of its share, and nan
+            elsewhere. Clip by :meth:`clip_grad_norm_`, and clear the gradients after each step. On
+            the CPU, needs a network to be faster. Not with loss scaling (``apex.amp``,
+            ``GradScaler``), ``gradient_statistics``, or ``gradient_average=False``.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
         shard_master_weights: at level O2 of ``apex.amp``, each rank holds the float32 master
@@ -253,8 +270,9 @@ class ShardedOptimizer(ShardedState):
             cannot be sharded (LBFGS, whose step involves all parameters; SparseAdam).
         RuntimeError: if the ranks hold different parameters, or there is no process group.
 
-    Construction, :meth:`step`, :meth:`add_param_group` and :meth:`consolidate_state_dict` are
-    collective: every rank must call them in the same order. Not thread safe.
+    Construction, :meth:`step`, :meth:`clip_grad_norm_`, :meth:`add_param_group` and
+    :meth:`consolidate_state_dict` are collective: every rank must call them in the same order. Not
+    thread safe.
     """
 
     def __init__(
@@ -266,6 +284,7 @@ class ShardedOptimizer(ShardedState):
         overlap_with_ddp: bool = False,
         *,
         ddp: Any = None,
+        reduce_scatter: bool = False,
         whole_parameters: bool | None = None,
         shard_master_weights: bool = False,
         across_hosts: bool | None = None,
@@ -295,10 +314,16 @@ class ShardedOptimizer(ShardedState):
         self._optimizer_class = optimizer_class
         #: All ranks that train the model.
         self._replicas = require_group(process_group, "ShardedOptimizer")
-        if not isinstance(shard_master_weights, bool):
-            raise TypeError(
-                "shard_master_weights must be True or False, got "
-                f"{type(shard_master_weights).__name__}."
+        for name, option in (
+            ("shard_master_weights", shard_master_weights),
+            ("reduce_scatter", reduce_scatter),
+        ):
+            if not isinstance(option, bool):
+                raise TypeError(f"{name} must be True or False, got {type(option).__name__}.")
+        if reduce_scatter and not hasattr(ddp, "_reduce_scatter"):
+            raise ValueError(
+                "reduce_scatter=True replaces the all-reduce of a wrapper's gradients: pass the "
+                "apex.parallel.DistributedDataParallel as ddp."
             )
         if not isinstance(whole_parameters, (bool, type(None))):
             raise TypeError(
@@ -314,6 +339,11 @@ class ShardedOptimizer(ShardedState):
         #: The ranks of each host if each host steps all parameters. The first host saves them.
         self._hosts: list[list[int]] = []
         self._group = self._sharing_group(across_hosts)
+        if reduce_scatter and self._hosts:
+            raise ValueError(
+                "reduce_scatter=True on several hosts splits the work among all ranks: pass "
+                "across_hosts=True."
+            )
         self._new_shares = functools.partial(
             _Shares,
             self._group,
@@ -334,7 +364,11 @@ class ShardedOptimizer(ShardedState):
         self._in_pre_hooks = False
         self._failed = False
         super().__init__(params, dict(defaults))
+        #: Whether a rank gets the gradients of its share only. ``apex.amp`` refuses this.
+        self.reduces_into_shards = reduce_scatter
         self._share_out()
+        if reduce_scatter:
+            ddp._reduce_scatter(self._shares.core, self._shares.parameters)
 
     # --- the shares ---
 
@@ -381,9 +415,9 @@ class ShardedOptimizer(ShardedState):
         self._inner = inner
         if isinstance(inner, FusedLAMB):
             me = weakref.ref(self)
-            inner._normed = lambda: [  # type: ignore[method-assign]
-                group["params"] for one in (me(),) if one is not None for group in one.param_groups
-            ]
+            inner._gradient_norm = lambda: cast(  # type: ignore[method-assign]
+                ShardedOptimizer, me()
+            )._gradient_norm()
         if isinstance(inner, (FusedAdam, FusedSGD)):  # their kernels depend on all parameters
             kernels = implementation(self.param_groups)
             for settings in (inner.defaults, *inner.param_groups):
@@ -392,6 +426,11 @@ class ShardedOptimizer(ShardedState):
         self.defaults = inner.defaults
         for group, of_inner in zip(self.param_groups, inner.param_groups, strict=True):
             _take_defaults(group, of_inner)
+
+    def _gradient_norm(self) -> Tensor | None:
+        if self.reduces_into_shards:
+            return self._shares.total_norm(2.0)
+        return norm_of_gradients([group["params"] for group in self.param_groups])
 
     def _moving(self) -> contextlib.AbstractContextManager[None]:
         """Sharing moves parameters, also the master weights of amp."""
@@ -465,9 +504,50 @@ class ShardedOptimizer(ShardedState):
                 "the parameters in the groups of a ShardedOptimizer were replaced after its first "
                 "step, so their state is lost: replace them before, or make a new optimizer."
             )
+        if self.reduces_into_shards:
+            raise RuntimeError(
+                "the parameters of a ShardedOptimizer with reduce_scatter=True were replaced or "
+                "converted: make the wrapper and the optimizer afterwards."
+            )
         self._share_out()
 
     # --- steps ---
+
+    @untraced
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Like ``torch.nn.utils.clip_grad_norm_`` of all parameters, also with ``reduce_scatter``.
+
+        Each rank computes the norm of its share, so this costs less than torch's function.
+        Collective. Blocks the host for gradients on the CPU.
+
+        Args:
+            max_norm, norm_type: as in torch's function.
+            error_if_nonfinite: raise if the norm is not finite; the host waits for it.
+
+        Returns:
+            The norm before clipping, ``[]``, float32 or float64, the same on every rank.
+
+        Raises:
+            RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or nan; if another
+                rank has ended or failed.
+        """
+        self._follow_groups()
+        norm = self._shares.total_norm(norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
+                "cannot be clipped: leave out error_if_nonfinite to clip nevertheless."
+            )
+        given = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+        return norm
+
+    #: torch's GradScaler then calls step() with `found_inf`, where it is refused.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self.reduces_into_shards
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -516,6 +596,13 @@ class ShardedOptimizer(ShardedState):
             raise RuntimeError(
                 "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
                 "of data: use the plain optimizer there."
+            )
+        if self.__dict__.pop("found_inf", None) is not None:
+            del self.grad_scale
+            raise RuntimeError(
+                "GradScaler searches all gradients for infinities, and with reduce_scatter=True a "
+                "rank has only its share: train in bfloat16, which needs no loss scaling, or leave "
+                "out reduce_scatter."
             )
         result = None
         try:

@@ -13,6 +13,9 @@ from apex import _core
 from apex.parallel._comm_hook import RegisteredHook, make_runner, require_alive
 from apex.parallel._timeline import Timeline
 
+#: A script's hook, the name of a built-in one, or the shards that receive the gradients.
+CommHook = RegisteredHook | str | weakref.ref[_core.ParameterShards]
+
 
 class ReducedBucket(NamedTuple):
     """The argument of a bucket callback."""
@@ -24,7 +27,7 @@ class ReducedBucket(NamedTuple):
 class Hooks:
     """The hooks registered with a wrapper. Each of its reducers gets all of them.
 
-    Copies of the wrapper have the same communication hook, no callback and no optimizer.
+    Copies of the wrapper have the same communication hook, but no callback, optimizer or shards.
 
     Args:
         comm_hook: the built-in hook that mixed precision needs. A script's hook replaces it.
@@ -36,7 +39,7 @@ class Hooks:
     _parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
 
     def __init__(self, comm_hook: str | None) -> None:
-        self.comm_hook: RegisteredHook | str | None = comm_hook
+        self.comm_hook: CommHook | None = comm_hook
         self._default = comm_hook
 
     def install(self, reducer: _core.Reducer, parameters: Sequence[nn.Parameter]) -> None:
@@ -52,17 +55,27 @@ class Hooks:
             self.timeline.parameters = parameters
             reducer.record_overlap(True)
 
-    def set_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
-        if self.comm_hook is not None and self.comm_hook != self._default:
+    @property
+    def shards(self) -> bool:
+        """Whether gradients are reduced into the shards of a ShardedOptimizer."""
+        return isinstance(self.comm_hook, weakref.ref)
+
+    def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
+        held: Any = self.comm_hook
+        replaceable = held() is None if self.shards else held in (None, self._default)
+        if not replaceable:
             raise RuntimeError(
                 "a communication hook is already registered, and a wrapper can have only one."
             )
         self._install_comm_hook(reducer, comm_hook)
         self.comm_hook = comm_hook  # the reducer looks it up here
 
-    def _install_comm_hook(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
+    def _install_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
         if isinstance(comm_hook, str):
             reducer.set_builtin_comm_hook(comm_hook)
+        elif isinstance(comm_hook, weakref.ref):
+            if (shards := comm_hook()) is not None:
+                reducer.set_shard_hook(shards)
         else:
             reducer.set_comm_hook(make_runner(weakref.ref(self)))
 
@@ -103,4 +116,7 @@ class Hooks:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("comm_hook", "_default", "timeline")
-        return {name: value for name, value in self.__dict__.items() if name in kept}
+        state = {name: value for name, value in self.__dict__.items() if name in kept}
+        if self.shards:  # of the parameters of this wrapper
+            state["comm_hook"] = self._default
+        return state

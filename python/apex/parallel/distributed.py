@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -644,6 +645,26 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """
         self._engine.hooks.set_comm_hook(self._reducer, name)
 
+    def _reduce_scatter(
+        self, shards: _core.ParameterShards, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """For a ShardedOptimizer: reduce gradients into the shards of these parameters."""
+        options = self._engine.reducer_options
+        for name, wanted in (("gradient_statistics", False), ("gradient_average", True)):
+            if bool(options[name]) != wanted:
+                raise ValueError(
+                    f"with reduce_scatter=True a rank has only a share of the average, and the "
+                    f"wrapper was made with {name}={not wanted}: leave one of them out."
+                )
+        held = set(map(id, parameters))
+        for name, parameter in self._engine.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(
+                    f"with reduce_scatter=True the ShardedOptimizer needs all parameters of the "
+                    f"wrapper, and '{name}' is missing."
+                )
+        self._engine.hooks.set_comm_hook(self._engine.connected(), weakref.ref(shards))
+
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
@@ -911,6 +932,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         Raises:
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
         """
+        if self._engine.hooks.shards:
+            raise RuntimeError(
+                "a rank has only a share of the gradients: call clip_grad_norm_() of the "
+                "ShardedOptimizer."
+            )
         covered = self._engine.parameters
         return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 

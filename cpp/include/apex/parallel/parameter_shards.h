@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/export.h>
+#include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
 
 namespace apex::parallel {
@@ -76,6 +77,14 @@ class APEX_API ParameterShards {
   /// tensors on every call.
   const std::vector<at::Tensor>& tensors() const;
 
+  /// A hook that replaces the all-reduce of gradients by a reduce-scatter: after backward, a rank
+  /// has the average of its pieces, and NaN elsewhere. Sends half the bytes. For a reducer of these
+  /// parameters, or some of them; it does not keep this object alive.
+  /// @param communicator  of the reducer, which has the ranks of group().
+  /// @throws InvalidArgument for other ranks. In backward: if this object has ended, or for a
+  ///         parameter that it does not have.
+  std::shared_ptr<CommHook> comm_hook(c10::intrusive_ptr<c10d::ProcessGroup> communicator) const;
+
   /// @throws CommunicationError if a step or another collective of the groups has failed on this
   ///         rank. Ranks may then have state of different steps.
   void refuse_failed() const;
@@ -87,6 +96,15 @@ class APEX_API ParameterShards {
   ///         the group has failed on this rank.
   void take_gradients();
   void drop_gradients();
+
+  /// The gradients of tensors(), where they are defined.
+  /// @throws InvalidArgument for a sparse gradient.
+  std::vector<at::Tensor> gradients() const;
+
+  /// The norm of order `norm_type` of all gradients, if each rank passes those of its share;
+  /// float32 or float64, [], on the first parameter's device. Collective; blocks the host (CPU).
+  /// @throws CommunicationError.
+  at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double norm_type) const;
 
   /// Sends each rank's stepped share to all ranks. Afterwards this rank's parameters have their
   /// values after the step. If it throws, they have their values from before take_gradients(),
@@ -108,7 +126,7 @@ class APEX_API ParameterShards {
   struct Form;
   struct OnDevice;
   struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace apex::parallel

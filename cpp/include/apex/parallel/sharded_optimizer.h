@@ -122,6 +122,34 @@ class ShardedOptimizer {
                                /*all=*/false);
   }
 
+  /// Replaces the all-reduce of gradients by a reduce-scatter, which sends half the bytes: after
+  /// backward, a rank has the average of its share, and NaN elsewhere. Clip by clip_grad_norm_(),
+  /// and clear the gradients after each step. Keep this optimizer as long as `reducer`, whose
+  /// parameters must all be in it. Not with gradient statistics or gradient_average=false. Between
+  /// backwards; every rank must make the same call.
+  ///
+  ///     optimizer.reduce_scatter(model.reducer());
+  ///
+  /// @throws InvalidArgument if the work is split among other ranks than those of `reducer`.
+  void reduce_scatter(Reducer& reducer) {
+    reducer.set_comm_hook(shards_.comm_hook(reducer.communicator()));
+  }
+
+  /// Like torch::nn::utils::clip_grad_norm_() of all parameters, also after a reduce-scatter. Each
+  /// rank computes the norm of its share. Collective; blocks the host (CPU).
+  /// @returns the norm before clipping, [], the same on every rank.
+  /// @throws CommunicationError; InvalidArgument for a sparse gradient.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor norm = shards_.total_norm(shards_.gradients(), norm_type);
+    const at::Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1.0);
+    for (const NamedTensor& parameter : parameters_) {
+      const at::Tensor& grad = parameter.tensor.grad();
+      if (grad.defined()) grad.mul_(factor.to(grad.device()));
+    }
+    return norm;
+  }
+
   /// Clears the gradients of all parameters.
   void zero_grad(bool set_to_none = true) {
     for (const NamedTensor& parameter : parameters_) {
