@@ -181,7 +181,7 @@ on_gpu() { # on_gpu PHASE SECONDS FILE...: test_FILE.py on the GPU
   phase "$name" "$limit" env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 \
     bash -c "pytest ${*/%/.py} -vv --tb=short --dist loadfile $parallel_gpu $collect"
 }
-on_gpu sharded 120 sharded_optimizer sharded_masters sharded_checkpoint
+on_gpu sharded 120 sharded_optimizer sharded_gradients sharded_masters sharded_checkpoint
 on_gpu several 120 old_scripts ddp_gradients ddp_accumulation ddp_join ddp_random ddp_sets ddp_several \
   amp_distributed sync_batch_norm_ranks
 on_gpu means 90 ddp_weighted gradient_statistics overlapped_optimizer replica_check

@@ -385,8 +385,8 @@ void init_reducer(nb::module_& m) {
           nb::arg("name"), release())
       .def(
           "set_shard_hook",
-          [](Reducer& self, const parallel::ParameterShards& shards) {
-            self.set_comm_hook(shards.comm_hook(self.communicator()));
+          [](Reducer& self, const std::vector<const parallel::ParameterShards*>& shards) {
+            self.set_comm_hook(parallel::ParameterShards::comm_hook(shards, self.communicator()));
           },
           nb::arg("shards"), release())
       .def(

@@ -104,6 +104,36 @@ def test_sharded_optimizer_shares_within_hosts(
     run_on_hosts(hosts, _steps, sharing, options)
 
 
+def _reduce_scattered(rank: int, world: int, across: bool | None) -> None:
+    """Oracle: the all-reduce. The order of sums differs, so it is not bitwise."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(_model())
+    twin = DistributedDataParallel(copy.deepcopy(ddp.module))
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"lr": 1e-3, "ddp": ddp, "reduce_scatter": True}
+    if across:
+        with raises(ValueError, "pass across_hosts=True"):
+            ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, **options)
+    sharded = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, across_hosts=across, **options)
+    for step in range(3):
+        for model in (ddp, twin):
+            _backward(model, rank, step)
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(sharded.clip_grad_norm_(0.5), norm)
+        sharded.step()
+        plain.step()
+    for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    check_same_on_all_ranks([p.detach() for p in ddp.parameters()], "parameters")
+
+
+@pytest.mark.parametrize(("hosts", "across"), [([1, 1], None), ([2, 1], True)])
+def test_sharded_optimizer_reduce_scatters_across_hosts(
+    hosts: list[int], across: bool | None
+) -> None:
+    run_on_hosts(hosts, _reduce_scattered, across)
+
+
 def _in_subgroup(rank: int, world: int) -> None:
     """The ranks of a subgroup on two hosts; rank 3 has its own."""
     group = dist.new_group([0, 1, 2])

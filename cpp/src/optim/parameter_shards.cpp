@@ -578,30 +578,38 @@ const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const 
 const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_->tensors; }
 
 std::shared_ptr<CommHook> ParameterShards::comm_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> communicator) const {
-  const State& state = *state_;
-  if (state.replicas->getSize() != state.group->getSize() || !communicator ||
-      communicator->getSize() != state.group->getSize() ||
-      communicator->getRank() != state.group->getRank()) {
-    throw InvalidArgument(state.me() +
-                          "a reduce-scatter of gradients needs an optimizer whose work is split "
-                          "among all ranks of the reducer (across_hosts=True)");
+    const std::vector<const ParameterShards*>& all,
+    c10::intrusive_ptr<c10d::ProcessGroup> communicator) {
+  std::vector<std::weak_ptr<State>> states;
+  for (const ParameterShards* const shards : all) {
+    const State& state = *shards->state_;
+    const auto& group = *state.group;
+    if (state.replicas->getSize() != group.getSize() || !communicator ||
+        communicator->getSize() != group.getSize() || communicator->getRank() != group.getRank()) {
+      throw InvalidArgument(state.me() +
+                            "a reduce-scatter of gradients needs an optimizer whose work is split "
+                            "among all ranks of the reducer (across_hosts=True)");
+    }
+    states.push_back(shards->state_);
   }
-  return make_shard_hook(std::move(communicator), [weak = std::weak_ptr<State>(state_)](
-                                                      const at::Tensor& parameter) {
-    const auto state = weak.lock();
-    if (!state) {
+  return make_shard_hook(std::move(communicator), [states](const at::Tensor& parameter) {
+    bool complete = true;
+    for (const auto& weak : states) {
+      const auto state = weak.lock();
+      complete &= state != nullptr;
+      if (!state) continue;
+      const auto found = state->pieces.find(parameter.unsafeGetTensorImpl());
+      if (found != state->pieces.end()) return found->second;
+    }
+    const std::string shape = c10::str(parameter.sizes());
+    if (!complete) {
       throw InvalidArgument(
-          "the ShardedOptimizer whose shards receive the gradients was deleted: keep it as "
-          "long as the model is trained, or remove the hook");
+          "the ShardedOptimizer that received the gradient of a parameter of shape " + shape +
+          " was deleted: keep it as long as the model is trained");
     }
-    const auto found = state->pieces.find(parameter.unsafeGetTensorImpl());
-    if (found == state->pieces.end()) {
-      throw InvalidArgument(state->me() + "a parameter of shape " + c10::str(parameter.sizes()) +
-                            " gets a gradient and is not in this optimizer, so no rank would "
-                            "receive the average: add it, or do not use reduce_scatter");
-    }
-    return found->second;
+    throw InvalidArgument("a parameter of shape " + shape +
+                          " gets a gradient and is in no ShardedOptimizer with reduce_scatter, so "
+                          "no rank would receive the average: add it to one");
   });
 }
 

@@ -258,7 +258,7 @@ TEST_P(FakeDeviceReducer, ReduceScatterIntoShards_HasNoRaceAndTheHostDoesNotWait
     Training training(3);
     Reducer reducer(training.model.parameters, {group}, options_);
     const parallel::ParameterShards shards(training.model.parameters, group, {}, false);
-    reducer.set_comm_hook(shards.comm_hook(group));
+    reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group));
     int64_t before = 0;
     for (int step = 0; step < 3; ++step) {
       training.backward(reducer, step);
@@ -471,7 +471,7 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
     Training training(3);
     Reducer reducer(training.model.parameters, {group_}, options_);
     const parallel::ParameterShards shards(training.model.parameters, group_, {}, false);
-    if (hook == 3) reducer.set_comm_hook(shards.comm_hook(group_));
+    if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group_));
     if (hook == 1) reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
     if (hook == 2) reducer.set_comm_hook(parallel::make_fp32_accumulate_hook(group_, at::kHalf));
     training.backward(reducer, 0);

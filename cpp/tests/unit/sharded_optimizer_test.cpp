@@ -255,9 +255,18 @@ TEST(ShardedOptimizerCpp, ReduceScatter_WithoutItsOptimizerOrParameters_Throws) 
       ShardedOptimizer<torch::optim::SGD> optimizer(std::vector<NamedTensor>{named[0]}, group,
                                                     torch::optim::SGDOptions(0.1));
       optimizer.reduce_scatter(reducer);
-      EXPECT_NE(message().find("is not in this optimizer"), std::string::npos) << message();
+      EXPECT_NE(message().find("is in no ShardedOptimizer"), std::string::npos) << message();
     }
     EXPECT_NE(message().find("was deleted"), std::string::npos) << message();
+    ShardedOptimizer<torch::optim::SGD> one(std::vector<NamedTensor>{named[0]}, group,
+                                            torch::optim::SGDOptions(0.1));
+    ShardedOptimizer<torch::optim::SGD> two(std::vector<NamedTensor>{named[1]}, group,
+                                            torch::optim::SGDOptions(0.1));
+    two.reduce_scatter(reducer, {&one.shards()});
+    net->zero_grad();
+    EXPECT_EQ(message(), "");
+    for (const at::Tensor& grad : one.shards().gradients())
+      EXPECT_TRUE(grad.eq(1).all().item<bool>());
     reducer.set_comm_hook(nullptr);
     EXPECT_EQ(message(), "");
   });

@@ -248,9 +248,10 @@ class ShardedOptimizer(ShardedState):
         ddp: the wrapper whose process group is used.
         reduce_scatter: True: the gradients of ``ddp`` are reduce-scattered instead of all-reduced,
             which sends half the bytes. After backward a rank has the average of its share, and nan
-            elsewhere. Clip by :meth:`clip_grad_norm_`, and clear the gradients after each step. On
-            the CPU, needs a network to be faster. Not with loss scaling (``apex.amp``,
-            ``GradScaler``), ``gradient_statistics``, or ``gradient_average=False``.
+            elsewhere. Clip by :meth:`clip_grad_norm_`, and clear the gradients after each step.
+            Each parameter of ``ddp`` that gets a gradient must be in a ShardedOptimizer with this
+            option. Faster if ranks communicate over a network or NCCL. Not with loss scaling
+            (``apex.amp``, ``GradScaler``), ``gradient_statistics``, or ``gradient_average=False``.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
         shard_master_weights: at level O2 of ``apex.amp``, each rank holds the float32 master
@@ -368,7 +369,7 @@ class ShardedOptimizer(ShardedState):
         self.reduces_into_shards = reduce_scatter
         self._share_out()
         if reduce_scatter:
-            ddp._reduce_scatter(self._shares.core, self._shares.parameters)
+            ddp._reduce_scatter(self._shares.core)
 
     # --- the shares ---
 
@@ -517,7 +518,7 @@ class ShardedOptimizer(ShardedState):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Like ``torch.nn.utils.clip_grad_norm_`` of all parameters, also with ``reduce_scatter``.
+        """Like ``torch.nn.utils.clip_grad_norm_`` of its parameters, also with ``reduce_scatter``.
 
         Each rank computes the norm of its share, so this costs less than torch's function.
         Collective. Blocks the host for gradients on the CPU.

@@ -13,8 +13,18 @@ from apex import _core
 from apex.parallel._comm_hook import RegisteredHook, make_runner, require_alive
 from apex.parallel._timeline import Timeline
 
-#: A script's hook, the name of a built-in one, or the shards that receive the gradients.
-CommHook = RegisteredHook | str | weakref.ref[_core.ParameterShards]
+
+class ShardHook(NamedTuple):
+    """The shards of the ShardedOptimizers that receive the gradients."""
+
+    shards: tuple[weakref.ref[_core.ParameterShards], ...]
+
+    def living(self) -> list[_core.ParameterShards]:
+        return [shards for one in self.shards if (shards := one()) is not None]
+
+
+#: A script's hook, the name of a built-in one, or shards.
+CommHook = RegisteredHook | str | ShardHook
 
 
 class ReducedBucket(NamedTuple):
@@ -56,14 +66,15 @@ class Hooks:
             reducer.record_overlap(True)
 
     @property
-    def shards(self) -> bool:
-        """Whether gradients are reduced into the shards of a ShardedOptimizer."""
-        return isinstance(self.comm_hook, weakref.ref)
+    def into_shards(self) -> bool:
+        """Whether gradients are reduced into the shards of ShardedOptimizers."""
+        return isinstance(self.comm_hook, ShardHook)
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
-        held: Any = self.comm_hook
-        replaceable = held() is None if self.shards else held in (None, self._default)
-        if not replaceable:
+        held = self.comm_hook
+        if isinstance(held, ShardHook) and isinstance(comm_hook, ShardHook):
+            comm_hook = ShardHook((*map(weakref.ref, held.living()), *comm_hook.shards))
+        elif held is not None and held != self._default:
             raise RuntimeError(
                 "a communication hook is already registered, and a wrapper can have only one."
             )
@@ -73,9 +84,8 @@ class Hooks:
     def _install_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
         if isinstance(comm_hook, str):
             reducer.set_builtin_comm_hook(comm_hook)
-        elif isinstance(comm_hook, weakref.ref):
-            if (shards := comm_hook()) is not None:
-                reducer.set_shard_hook(shards)
+        elif isinstance(comm_hook, ShardHook):
+            reducer.set_shard_hook(comm_hook.living())
         else:
             reducer.set_comm_hook(make_runner(weakref.ref(self)))
 
@@ -117,6 +127,6 @@ class Hooks:
     def __getstate__(self) -> dict[str, Any]:
         kept = ("comm_hook", "_default", "timeline")
         state = {name: value for name, value in self.__dict__.items() if name in kept}
-        if self.shards:  # of the parameters of this wrapper
+        if self.into_shards:  # of the parameters of this wrapper
             state["comm_hook"] = self._default
         return state

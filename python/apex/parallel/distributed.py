@@ -24,7 +24,7 @@ from apex._internal.untraced import untraced
 from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
-from apex.parallel._hooks import Hooks, ReducedBucket
+from apex.parallel._hooks import Hooks, ReducedBucket, ShardHook
 from apex.parallel._join import Join, TorchJoin, TorchJoinHook
 from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._read_through import ReadsThrough
@@ -645,10 +645,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """
         self._engine.hooks.set_comm_hook(self._reducer, name)
 
-    def _reduce_scatter(
-        self, shards: _core.ParameterShards, parameters: Sequence[torch.Tensor]
-    ) -> None:
-        """For a ShardedOptimizer: reduce gradients into the shards of these parameters."""
+    def _reduce_scatter(self, shards: _core.ParameterShards) -> None:
+        """For a ShardedOptimizer: reduce gradients into these shards, too."""
         options = self._engine.reducer_options
         for name, wanted in (("gradient_statistics", False), ("gradient_average", True)):
             if bool(options[name]) != wanted:
@@ -656,14 +654,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                     f"with reduce_scatter=True a rank has only a share of the average, and the "
                     f"wrapper was made with {name}={not wanted}: leave one of them out."
                 )
-        held = set(map(id, parameters))
-        for name, parameter in self._engine.named_parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                raise ValueError(
-                    f"with reduce_scatter=True the ShardedOptimizer needs all parameters of the "
-                    f"wrapper, and '{name}' is missing."
-                )
-        self._engine.hooks.set_comm_hook(self._engine.connected(), weakref.ref(shards))
+        hook = ShardHook((weakref.ref(shards),))
+        self._engine.hooks.set_comm_hook(self._engine.connected(), hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
@@ -932,7 +924,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         Raises:
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
         """
-        if self._engine.hooks.shards:
+        if self._engine.hooks.into_shards:
             raise RuntimeError(
                 "a rank has only a share of the gradients: call clip_grad_norm_() of the "
                 "ShardedOptimizer."

@@ -77,13 +77,14 @@ class APEX_API ParameterShards {
   /// tensors on every call.
   const std::vector<at::Tensor>& tensors() const;
 
-  /// A hook that replaces the all-reduce of gradients by a reduce-scatter: after backward, a rank
-  /// has the average of its pieces, and NaN elsewhere. Sends half the bytes. For a reducer of these
-  /// parameters, or some of them; it does not keep this object alive.
-  /// @param communicator  of the reducer, which has the ranks of group().
-  /// @throws InvalidArgument for other ranks. In backward: if this object has ended, or for a
-  ///         parameter that it does not have.
-  std::shared_ptr<CommHook> comm_hook(c10::intrusive_ptr<c10d::ProcessGroup> communicator) const;
+  /// A hook that replaces the all-reduce of gradients by a reduce-scatter, which sends half the
+  /// bytes: after backward, a rank has the average of its pieces, and NaN elsewhere. It does not
+  /// keep `all` alive.
+  /// @param all           together, they have all parameters of the reducer.
+  /// @param communicator  of the reducer, which has the ranks of their group().
+  /// @throws InvalidArgument for other ranks. In backward: for a parameter that none of them has.
+  static std::shared_ptr<CommHook> comm_hook(const std::vector<const ParameterShards*>& all,
+                                             c10::intrusive_ptr<c10d::ProcessGroup> communicator);
 
   /// @throws CommunicationError if a step or another collective of the groups has failed on this
   ///         rank. Ranks may then have state of different steps.

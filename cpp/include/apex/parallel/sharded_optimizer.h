@@ -124,18 +124,20 @@ class ShardedOptimizer {
 
   /// Replaces the all-reduce of gradients by a reduce-scatter, which sends half the bytes: after
   /// backward, a rank has the average of its share, and NaN elsewhere. Clip by clip_grad_norm_(),
-  /// and clear the gradients after each step. Keep this optimizer as long as `reducer`, whose
-  /// parameters must all be in it. Not with gradient statistics or gradient_average=false. Between
-  /// backwards; every rank must make the same call.
+  /// and clear the gradients after each step. Keep the optimizers as long as `reducer`. Not with
+  /// gradient statistics or gradient_average=false. Between backwards; every rank must make the
+  /// same call.
   ///
   ///     optimizer.reduce_scatter(model.reducer());
   ///
+  /// @param others  shards() of further optimizers, if not all parameters are in this one.
   /// @throws InvalidArgument if the work is split among other ranks than those of `reducer`.
-  void reduce_scatter(Reducer& reducer) {
-    reducer.set_comm_hook(shards_.comm_hook(reducer.communicator()));
+  void reduce_scatter(Reducer& reducer, std::vector<const ParameterShards*> others = {}) {
+    others.push_back(&shards_);
+    reducer.set_comm_hook(ParameterShards::comm_hook(others, reducer.communicator()));
   }
 
-  /// Like torch::nn::utils::clip_grad_norm_() of all parameters, also after a reduce-scatter. Each
+  /// Like torch::nn::utils::clip_grad_norm_() of its parameters, also after a reduce-scatter. Each
   /// rank computes the norm of its share. Collective; blocks the host (CPU).
   /// @returns the norm before clipping, [], the same on every rank.
   /// @throws CommunicationError; InvalidArgument for a sparse gradient.
