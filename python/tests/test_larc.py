@@ -124,6 +124,18 @@ def test_step_low_precision_norms_do_not_overflow(dtype: torch.dtype) -> None:
     assert param.isfinite().all() and (param < 60).all()
 
 
+def test_step_float16_factor_below_its_smallest_number() -> None:
+    param = nn.Parameter(torch.full((2,), 0.01, dtype=torch.float16))
+    optimizer = LARC(torch.optim.SGD([param], lr=1.0, weight_decay=1e-4), clip=False)
+    param.grad = torch.full_like(param, 30000.0)
+    want = reference_step(
+        flat([param]), flat([param.grad]), 1.0, 1e-4, trust=0.02, eps=1e-8, clip=False
+    )
+    before = param.detach().double()
+    optimizer.step()
+    assert param.grad.tolist() == pytest.approx((before - torch.tensor(want[0])).tolist(), rel=0.01)
+
+
 def test_step_tensor_learning_rate_and_capturable_inner_optimizer() -> None:
     params, twins = random_params(torch.float32), random_params(torch.float32)
     one = LARC(torch.optim.SGD(params, lr=torch.tensor(0.1)))

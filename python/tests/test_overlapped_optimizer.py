@@ -646,6 +646,29 @@ def _fail(_: Tensor) -> None:
     raise ArithmeticError("in backward")
 
 
+def _other_optimizers_step(rank: int, world: int) -> None:
+    """Optimizers of the same parameters, beside one that is dropped. Oracle: bits over ranks."""
+    for which in ("new", "inner", "around"):
+        torch.manual_seed(0)
+        ddp = make()
+        inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        overlapped: Any = OverlappedOptimizer(inner, ddp)
+        train(ddp, overlapped, rank, clear_first=True, steps=3)
+        others = {"inner": inner, "around": LARC(overlapped)}
+        optimizer = others.get(which) or torch.optim.SGD(ddp.parameters(), lr=0.1)
+        del overlapped, others
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        ddp.module.state_dict()  # completes scheduled updates
+        check_same_on_all_ranks([p.detach() for p in ddp.parameters()], which)
+
+
+def test_steps_of_other_optimizers_wait_for_the_averages(ranks: RankPool) -> None:
+    ranks.run(2, _other_optimizers_step)
+
+
 def _left_out_on_one_rank(rank: int, world: int) -> None:
     """One rank waits in backward and steps immediately, the others step in parts."""
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <apex/amp/loss_scaler.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -248,7 +249,8 @@ void LossScaler::set_growth_tracker(int64_t count) {
                                                 std::to_string(count) +
                                                 "; it must be between 0 and 2^31 - 1.");
   at::NoGradGuard no_grad;
-  growth_tracker_.fill_(count);
+  // The scale grows when the count becomes the interval, which may have been longer before.
+  growth_tracker_.fill_(std::min(count, options_.growth_interval() - 1));
 }
 
 }  // namespace apex::amp

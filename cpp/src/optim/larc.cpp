@@ -115,12 +115,18 @@ void adapt_alike(const Alike& alike, double lr, double decay, const LARCOptions&
   if (options.clip()) factors = (factors / lr).clamp_max(1);
   const at::Tensor usable = (param_norms != 0).logical_and(grad_norms != 0);
   factors = at::where(usable, factors, 1);
-  at::_foreach_mul_(alike.grads, factors.to(alike.grads[0].scalar_type()).unbind());
+  // Factors of float16 parameters may be smaller than float16's smallest number.
+  const auto widened = [dtype](std::vector<at::Tensor> tensors) {
+    for (at::Tensor& tensor : tensors) tensor = tensor.to(dtype);
+    return tensors;
+  };
+  const std::vector<at::Tensor> wide = widened(alike.grads);
+  at::_foreach_mul_(wide, factors.unbind());
   if (decay != 0) {
-    const at::Tensor shares =
-        at::where(usable, factors * decay, 0).to(alike.params[0].scalar_type());
-    at::_foreach_addcmul_(alike.grads, alike.params, shares.unbind());
+    const at::Tensor shares = at::where(usable, factors * decay, 0);
+    at::_foreach_addcmul_(wide, widened(alike.params), shares.unbind());
   }
+  if (!wide[0].is_same(alike.grads[0])) at::_foreach_copy_(alike.grads, wide);
 }
 
 std::unique_ptr<OptimizerOptions> defaults_of(const std::unique_ptr<Optimizer>& optimizer) {

@@ -74,6 +74,11 @@ OverlappedOptimizer::Tensors OverlappedOptimizer::in_flight() const {
 /// Steps only these parameters, with these options of the groups (nullptr: the current options).
 void OverlappedOptimizer::update(const Tensors& parameters, const Settings* settings) {
   auto& groups = optimizer_.param_groups();
+  if (settings != nullptr && settings->size() != groups.size()) {
+    throw Error(
+        "a parameter group was added while the last step of an OverlappedOptimizer is in flight: "
+        "call synchronize() first");
+  }
   std::vector<std::vector<at::Tensor>> all;
   Settings present;
   for (size_t g = 0; g < groups.size(); ++g) {

@@ -161,6 +161,17 @@ TEST(LARC, Step_LowPrecision_NormsDoNotOverflow) {
   }
 }
 
+TEST(LARC, Step_Float16FactorBelowItsSmallestNumber_IsNotRoundedFirst) {
+  const Tensor param = parameter(torch::full({2}, 0.01, at::kHalf));
+  param.mutable_grad() = torch::full({2}, 30000, at::kHalf);
+  const auto options = larc_options(0.02, /*clip=*/false);
+  const auto expected = reference(numbers(param), numbers(param.grad()), 1, 0, options);
+  const double change = numbers(param)[0] - expected[0];
+  LARC optimizer(SGD(Tensors{param}, SGDOptions(1)), options);
+  optimizer.step();
+  EXPECT_NEAR(numbers(param.grad())[0], change, 0.01 * change);
+}
+
 /// With a gradient of ones, decay 0.1 and learning rate 1, the step leaves LARC's gradient.
 void expect_decay_folded_in(LARC& optimizer, const Tensor& param) {
   param.mutable_grad() = torch::ones_like(param);

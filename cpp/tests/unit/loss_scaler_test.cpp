@@ -229,6 +229,13 @@ TEST(LossScaler, State_SetAndRead_RoundTrips) {
   EXPECT_EQ(scaler.growth_tracker(), 0);
 }
 
+TEST(LossScaler, State_CountOfALongerInterval_StillGrows) {
+  LossScaler scaler(options(16, /*interval=*/3));
+  scaler.set_growth_tracker(1000);
+  update_with(scaler, 1);
+  EXPECT_EQ(scaler.get_scale(), 32);
+}
+
 TEST(LossScaler, TensorsWithoutValues_Throw_AndTheScaleStays) {
   LossScaler scaler(options(64));
   const at::Tensor meta = at::empty({}, at::TensorOptions().device(at::kMeta));

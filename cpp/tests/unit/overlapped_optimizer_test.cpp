@@ -130,6 +130,30 @@ TEST_P(OverlappedOptimizerTest, ForwardThatDoesNotWait_NextBackward_Throws) {
   });
 }
 
+TEST_P(OverlappedOptimizerTest, GroupAddedWhileUpdatesAreInFlight_Throws) {
+  run_ranks(2, [&](int rank, const Group& group) {
+    Net net = make();
+    DistributedDataParallel model(net, options_for(group, GetParam()));
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.5));
+    OverlappedOptimizer optimizer(sgd, model.reducer());
+    net->before = [&](const torch::nn::Module& module) { optimizer.wait_for(module); };
+    train(model, optimizer, sgd, rank);
+    EXPECT_FALSE(model.reducer().in_flight().empty());
+    const at::Tensor added = torch::ones({3}, at::requires_grad());
+    sgd.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{added}));
+    try {
+      optimizer.synchronize();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("call synchronize() first"), std::string::npos)
+          << error.what();
+    }
+    sgd.param_groups().pop_back();
+    optimizer.synchronize();
+    net->before = nullptr;
+  });
+}
+
 TEST_P(OverlappedOptimizerTest, SavedWithUpdatesInFlight_Archive_HoldsTheStateAfterThem) {
   run_ranks(2, [&](int rank, const Group& group) {
     static std::mutex one_at_a_time;  // torch's archives are not thread safe

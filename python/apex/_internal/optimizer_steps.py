@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from apex import _core
+from apex._internal import pending
 
 
 class Reduces(Protocol):
@@ -83,8 +84,12 @@ def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Outside of backward this is one comparison. Only steps inside a gradient hook are refused.
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+    if torch.compiler.is_compiling():
+        return
+    if pending.holders and optimizer not in taking_parts:
+        pending.complete_for(optimizer)  # its gradients are not averages yet
+    # Only steps inside a gradient hook are refused.
+    if torch._C._current_graph_task_id() < 0:
         return
     _core.Reducer.optimizer_steps([p for group in optimizer.param_groups for p in group["params"]])
 

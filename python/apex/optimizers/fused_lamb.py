@@ -22,7 +22,8 @@ def norm_of_gradients(groups: list[list[Tensor]]) -> Tensor | None:
     if not found:
         return None
     widest = max((norm.dtype for norm in found), key=lambda dtype: dtype.itemsize)
-    return torch.stack([norm.to(found[0].device, widest) for norm in found]).norm()
+    total: Tensor = torch.stack([norm.to(found[0].device, widest) for norm in found]).norm()
+    return total
 
 
 class FusedLAMB(ForeachOptimizer):

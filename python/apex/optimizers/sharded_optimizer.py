@@ -170,7 +170,8 @@ class _Shares:
                 grad = flat_like(parameter, grad)[begin:end]
             if grad is not None:
                 mine.append(grad)
-        return self.core.total_norm(mine, float(norm_type))  # type: ignore[no-any-return]
+        norm: Tensor = self.core.total_norm(mine, float(norm_type))
+        return norm
 
     def step(self, inner: torch.optim.Optimizer) -> None:
         """Step this rank's pieces."""
@@ -599,7 +600,7 @@ class ShardedOptimizer(ShardedState):
                 "of data: use the plain optimizer there."
             )
         if self.__dict__.pop("found_inf", None) is not None:
-            del self.grad_scale
+            self.__dict__.pop("grad_scale")
             raise RuntimeError(
                 "GradScaler searches all gradients for infinities, and with reduce_scatter=True a "
                 "rank has only its share: train in bfloat16, which needs no loss scaling, or leave "

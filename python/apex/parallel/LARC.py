@@ -139,7 +139,11 @@ class LARC(WrappedOptimizer):
             factors = (factors / lr).clamp(max=1)
         usable = (param_norms != 0) & (grad_norms != 0)
         factors = torch.where(usable, factors, 1)
-        torch._foreach_mul_(grads, list(factors.to(grads[0].dtype).unbind()))
+        # Factors of float16 parameters may be smaller than float16's smallest number.
+        wide = [grad.to(dtype) for grad in grads]
+        torch._foreach_mul_(wide, list(factors.unbind()))
         if isinstance(decay, torch.Tensor) or decay != 0:
-            shares = torch.where(usable, factors * decay, 0).to(params[0].dtype)
-            torch._foreach_addcmul_(grads, params, list(shares.unbind()))
+            shares = torch.where(usable, factors * decay, 0)
+            torch._foreach_addcmul_(wide, [p.to(dtype) for p in params], list(shares.unbind()))
+        if wide[0] is not grads[0]:
+            torch._foreach_copy_(grads, wide)
