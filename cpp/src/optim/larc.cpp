@@ -231,6 +231,8 @@ torch::Tensor LARC::step_wrapped(const LossClosure& closure) {
 
 void LARC::adapt(const std::vector<double>& decays) {
   at::NoGradGuard no_grad;
+  if (decays.size() != param_groups_.size())
+    throw InvalidArgument("LARC: a closure has added a parameter group; add it between steps.");
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     const Tensors& params = param_groups_[i].params();
     for (size_t j = 0; j < params.size(); ++j) {
@@ -240,7 +242,7 @@ void LARC::adapt(const std::vector<double>& decays) {
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     const double lr = param_groups_[i].options().get_lr();
     for (const auto& [kind, alike] : sort_by_kind(param_groups_[i])) {
-      adapt_alike(alike, lr, decays.at(i), options_);
+      adapt_alike(alike, lr, decays[i], options_);
     }
   }
 }

@@ -431,7 +431,8 @@ class ShardedOptimizer(ShardedState):
 
     def _gradient_norm(self) -> Tensor | None:
         if self.reduces_into_shards:
-            return self._shares.total_norm(2.0)
+            total: Tensor = self._shares.total_norm(2.0)
+            return total
         return norm_of_gradients([group["params"] for group in self.param_groups])
 
     def _moving(self) -> contextlib.AbstractContextManager[None]:
@@ -536,7 +537,7 @@ class ShardedOptimizer(ShardedState):
                 rank has ended or failed.
         """
         self._follow_groups()
-        norm = self._shares.total_norm(norm_type)
+        norm: Tensor = self._shares.total_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
