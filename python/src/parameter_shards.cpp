@@ -46,26 +46,33 @@ std::vector<parallel::NamedTensor> with_names(const std::vector<std::string>& na
 
 void construct_shards(ParameterShards* self, const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters, const std::string& group,
-                      const std::vector<double>& costs, bool whole, const std::string& replicas) {
+                      const std::vector<double>& costs, parallel::Cut cut,
+                      const std::string& replicas) {
   new (self) ParameterShards(with_names(names, parameters), c10d::resolve_process_group(group),
-                             costs, whole, c10d::resolve_process_group(replicas));
+                             costs, cut, c10d::resolve_process_group(replicas));
 }
 
 }  // namespace
 
 void init_parameter_shards(nb::module_& m) {
+  nb::enum_<parallel::Cut>(m, "Cut", "Which parameters are split between ranks.")
+      .value("NEVER", parallel::Cut::kNever)
+      .value("FEW", parallel::Cut::kFew)
+      .value("EACH", parallel::Cut::kEach);
   m.def(
       "assign_shards",
       [](const std::vector<int64_t>& numels, const std::vector<double>& costs, int64_t ranks,
-         bool whole) { return to_tuples(parallel::assign_shards(numels, costs, ranks, whole)); },
-      "numels"_a, "costs"_a, "ranks"_a, "whole"_a,
+         parallel::Cut cut) {
+        return to_tuples(parallel::assign_shards(numels, costs, ranks, cut));
+      },
+      "numels"_a, "costs"_a, "ranks"_a, "cut"_a,
       "The pieces (parameter, begin, end) that each rank steps.");
   nb::class_<ParameterShards>(m, "ParameterShards",
                               "The parameters that each rank steps, and their exchange. "
                               "Not thread safe.",
                               nb::is_weak_referenceable())
-      .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a,
-           "whole"_a, "replicas"_a, NoGil())
+      .def("__init__", &construct_shards, "names"_a, "parameters"_a, "group"_a, "costs"_a, "cut"_a,
+           "replicas"_a, NoGil())
       .def(
           "add",
           [](ParameterShards& self, const std::vector<std::string>& names,

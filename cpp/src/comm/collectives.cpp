@@ -19,6 +19,7 @@
 #include <apex/interruption.h>
 
 #include "comm/error_text.h"
+#include "comm/slices.h"
 #include "distributed/backends.h"
 #include "interruption.h"
 #include "tensor_parts.h"
@@ -162,6 +163,14 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   return host_backend_of(group);
 }
 
+/// Whether Gloo runs a collective of contiguous tensors on the CPU.
+bool runs_over_gloo(c10d::ProcessGroup& group, const HostBackend* backend,
+                    const at::Tensor& tensor) {
+  if (backend) return !backend->shares_memory();
+  return tensor.is_cpu() && tensor.is_contiguous() && detail::has_backend(group, at::kCPU) &&
+         distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
+}
+
 /// broadcast_changes() for ranks that share memory.
 std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::ProcessGroup& group,
                                       HostBackend& backend, const std::vector<at::Tensor>& parts,
@@ -272,20 +281,25 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on) {
-  at::Tensor output = gathered, input = share;
   c10d::AllgatherOptions options;
   options.asyncOp = on == Enqueue::kOnOwnStream;
-  if (const auto backend = host_backend_for(what, group, {gathered, share}))
-    return call_collective(what, group,
-                           [&] { return backend->_allgather_base(output, input, options); });
-  if (!detail::has_backend(group, gathered.device().type())) {
+  const auto backend = host_backend_for(what, group, {gathered, share});
+  const auto issue = [&](at::Tensor& output, at::Tensor& input) {
+    if (backend) return backend->_allgather_base(output, input, options);
+    if (detail::has_backend(group, output.device().type()))
+      return detail::all_gather_single(group, output, input, options);
     // A group written in Python, which only has collectives of lists.
-    std::vector<std::vector<at::Tensor>> outputs{gathered.view({-1}).chunk(group.getSize())};
-    std::vector<at::Tensor> inputs{share.view({-1})};
-    return call_collective(what, group, [&] { return group.allgather(outputs, inputs, options); });
-  }
-  return call_collective(what, group,
-                         [&] { return detail::all_gather_single(group, output, input, options); });
+    std::vector<std::vector<at::Tensor>> outputs{output.view({-1}).chunk(group.getSize())};
+    std::vector<at::Tensor> inputs{input.view({-1})};
+    return group.allgather(outputs, inputs, options);
+  };
+  return call_collective(what, group, [&] {
+    if (static_cast<int64_t>(share.nbytes()) > kSliceBytes &&
+        runs_over_gloo(group, backend.get(), gathered))
+      return all_gather_in_slices(gathered, share, issue);
+    at::Tensor output = gathered, input = share;
+    return issue(output, input);
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
@@ -303,16 +317,26 @@ c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
 
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
-                                                const std::vector<int64_t>& received_numel,
-                                                const std::vector<int64_t>& sent_numel) {
-  at::Tensor output = received, input = sent;
-  std::vector<int64_t> to = received_numel, from = sent_numel;
-  if (const auto backend = host_backend_for(what, group, {received, sent}))
-    return call_collective(what, group, [&] {
-      return backend->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
-    });
-  return call_collective(what, group,
-                         [&] { return detail::all_to_all_single(group, output, input, to, from); });
+                                                std::vector<int64_t> received_numel,
+                                                std::vector<int64_t> sent_numel) {
+  const auto backend = host_backend_for(what, group, {received, sent});
+  const auto issue = [&](at::Tensor& output, at::Tensor& input, std::vector<int64_t>& to,
+                         std::vector<int64_t>& from) {
+    if (backend) return backend->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
+    return detail::all_to_all_single(group, output, input, to, from);
+  };
+  return call_collective(what, group, [&] {
+    const int64_t most = sent_numel.empty()
+                             ? sent.numel() / group.getSize()
+                             : *std::max_element(sent_numel.begin(), sent_numel.end());
+    if (most * static_cast<int64_t>(sent.element_size()) > kSliceBytes &&
+        runs_over_gloo(group, backend.get(), sent)) {
+      if (sent_numel.empty()) sent_numel.assign(static_cast<size_t>(group.getSize()), most);
+      return all_to_all_in_slices(received, sent, sent_numel, issue);
+    }
+    at::Tensor output = received, input = sent;
+    return issue(output, input, received_numel, sent_numel);
+  });
 }
 
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,

@@ -92,11 +92,12 @@ c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
                                                     const at::Tensor& received,
                                                     std::vector<at::Tensor> parts,
                                                     c10d::ReduceOp::RedOpType op);
-/// Number of elements per rank; empty lists mean equal shares.
+/// Numbers of elements by rank; empty lists mean equal shares. If a share is larger than
+/// kSliceBytes, `sent_numel` must be the same on all ranks.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
-                                                const std::vector<int64_t>& received_numel = {},
-                                                const std::vector<int64_t>& sent_numel = {});
+                                                std::vector<int64_t> received_numel = {},
+                                                std::vector<int64_t> sent_numel = {});
 
 /// Waits for `work`: the host waits on CPU backends, the current stream on NCCL. Over Gloo it stops
 /// waiting when another rank has reported a failure of the group, since the failed rank will not

@@ -106,6 +106,30 @@ Shards runs_of_elements(const std::vector<int64_t>& numels, const std::vector<do
   return shards;
 }
 
+Shards parts_of_each(const std::vector<int64_t>& numels, const std::vector<double>& costs,
+                     size_t ranks) {
+  std::vector<double> load(ranks);
+  Shards shards(ranks);
+  const auto each = static_cast<int64_t>(ranks);
+  for (size_t i = 0; i < numels.size(); ++i) {
+    const auto parameter = static_cast<int64_t>(i);
+    if (numels[i] < kLeastToCut) {
+      const auto least = std::min_element(load.begin(), load.end());
+      *least += costs[i];
+      shards[static_cast<size_t>(least - load.begin())].push_back({parameter, 0, numels[i]});
+      continue;
+    }
+    int64_t begin = 0;
+    for (int64_t rank = 0; rank < each; ++rank) {
+      const int64_t cut = numels[i] / each * (rank + 1) / kAlignment * kAlignment;
+      const int64_t end = rank + 1 == each ? numels[i] : cut;
+      if (end > begin) shards[static_cast<size_t>(rank)].push_back({parameter, begin, end});
+      begin = end;
+    }
+  }
+  return shards;
+}
+
 /// A flat view of a tensor without gaps, in the order of its memory.
 at::Tensor flat_memory(const at::Tensor& tensor) {
   return tensor.detach().as_strided({tensor.numel()}, {1}, tensor.storage_offset());
@@ -180,7 +204,7 @@ struct ParameterShards::OnDevice {
 
 std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
                                                        std::vector<double> costs, int64_t ranks,
-                                                       bool whole) {
+                                                       Cut cut) {
   if (costs.empty()) costs.assign(numels.begin(), numels.end());
   if (costs.size() != numels.size()) {
     throw InvalidArgument("assign_shards: " + std::to_string(costs.size()) + " costs for " +
@@ -192,15 +216,17 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
                             "; it must be finite and not negative");
   }
   if (ranks < 1) throw InvalidArgument("assign_shards: there is no rank");
-  return whole ? whole_parameters(numels, costs, static_cast<size_t>(ranks))
-               : runs_of_elements(numels, costs, static_cast<size_t>(ranks));
+  const auto assign = cut == Cut::kNever ? &whole_parameters
+                      : cut == Cut::kFew ? &runs_of_elements
+                                         : &parts_of_each;
+  return assign(numels, costs, static_cast<size_t>(ranks));
 }
 
 struct ParameterShards::State {
   c10::intrusive_ptr<c10d::ProcessGroup> group;     // its ranks split the work
   c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all ranks that train the model
   size_t rank = 0;
-  bool whole = false;
+  Cut cut = Cut::kFew;
   std::vector<NamedTensor> parameters;
   Shards shards;
   /// Of each parameter, for comm_hook().
@@ -375,8 +401,8 @@ struct ParameterShards::State {
   }
 
   void add(const std::vector<NamedTensor>& more, const std::vector<double>& costs) {
-    verify_same_model(more, {std::string("whole_parameters=") + (whole ? "True" : "False")},
-                      replicas);
+    const std::string whole = cut == Cut::kNever ? "True" : "False";
+    verify_same_model(more, {"whole_parameters=" + whole}, replicas);
     const size_t before = parameters.size();
     std::vector<int64_t> numels;
     std::vector<at::Tensor> given;
@@ -392,7 +418,7 @@ struct ParameterShards::State {
     try {
       for (const NamedTensor& parameter : more) require_usable(parameter);
       require_apart();
-      added = assign_shards(numels, costs, static_cast<int64_t>(shards.size()), whole);
+      added = assign_shards(numels, costs, static_cast<int64_t>(shards.size()), cut);
       for (const auto& shard : added) {
         for (const ParameterPiece& piece : shard)
           said << piece.parameter << ':' << piece.end << ' ';
@@ -546,7 +572,7 @@ struct ParameterShards::State {
 
 ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                 const std::vector<double>& costs, bool whole,
+                                 const std::vector<double>& costs, Cut cut,
                                  c10::intrusive_ptr<c10d::ProcessGroup> replicas)
     : state_(std::make_shared<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
@@ -554,7 +580,7 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
   state_->shards.resize(static_cast<size_t>(group->getSize()));
   state_->group = std::move(group);
   state_->replicas = replicas ? std::move(replicas) : state_->group;
-  state_->whole = whole;
+  state_->cut = cut;
   add(std::move(parameters), costs);
 }
 

@@ -36,7 +36,8 @@ struct Sharded {
       const at::Tensor values = at::arange(numel, at::kFloat);
       parameters.push_back({std::to_string(numel), values.to(fake::device())});
     }
-    shards = std::make_unique<ParameterShards>(parameters, group, std::vector<double>{}, false);
+    shards = std::make_unique<ParameterShards>(parameters, group, std::vector<double>{},
+                                               parallel::Cut::kEach);
   }
 
   /// Adds one to this rank's pieces.

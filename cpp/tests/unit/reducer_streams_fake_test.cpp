@@ -257,7 +257,8 @@ TEST_P(FakeDeviceReducer, ReduceScatterIntoShards_HasNoRaceAndTheHostDoesNotWait
     const Group group = fake::make_mirror_group(2, backend);
     Training training(3);
     Reducer reducer(training.model.parameters, {group}, options_);
-    const parallel::ParameterShards shards(training.model.parameters, group, {}, false);
+    const parallel::ParameterShards shards(training.model.parameters, group, {},
+                                           parallel::Cut::kEach);
     reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group));
     int64_t before = 0;
     for (int step = 0; step < 3; ++step) {
@@ -470,7 +471,8 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
     SCOPED_TRACE(hook);
     Training training(3);
     Reducer reducer(training.model.parameters, {group_}, options_);
-    const parallel::ParameterShards shards(training.model.parameters, group_, {}, false);
+    const parallel::ParameterShards shards(training.model.parameters, group_, {},
+                                           parallel::Cut::kEach);
     if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group_));
     if (hook == 1) reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
     if (hook == 2) reducer.set_comm_hook(parallel::make_fp32_accumulate_hook(group_, at::kHalf));

@@ -73,7 +73,7 @@ TEST(AssignShards, RunsOfElements_HoldEveryElementOnceAndCostTheSame) {
       costs.push_back(pick(5) == 0 ? 0.0 : static_cast<double>(numels.back()));
     }
     const int64_t ranks = 1 + pick(6);
-    const Shards shards = assign_shards(numels, costs, ranks, false);
+    const Shards shards = assign_shards(numels, costs, ranks, Cut::kFew);
     ASSERT_EQ(static_cast<int64_t>(shards.size()), ranks);
     expect_complete(shards, numels);
     const double each = std::accumulate(costs.begin(), costs.end(), 0.0) / ranks;
@@ -90,22 +90,44 @@ TEST(AssignShards, RunsOfElements_HoldEveryElementOnceAndCostTheSame) {
 
 TEST(AssignShards, WholeParameters_AreNotCutAndTheDearestGoToWhoHasLeast) {
   const std::vector<int64_t> numels{10, 900, 30, 0, 500, 450};
-  const Shards shards = assign_shards(numels, {}, 2, true);
+  const Shards shards = assign_shards(numels, {}, 2, Cut::kNever);
   expect_complete(shards, numels);
   const std::vector<double> costs(numels.begin(), numels.end());
   EXPECT_EQ(cost_of(shards[0], numels, costs), 940);
   EXPECT_EQ(cost_of(shards[1], numels, costs), 950);
   // By cost, not by size.
-  const Shards other = assign_shards({5, 5, 5}, {1, 1, 9}, 2, true);
+  const Shards other = assign_shards({5, 5, 5}, {1, 1, 9}, 2, Cut::kNever);
   EXPECT_EQ(other[0].size(), 1);
   EXPECT_EQ(other[0][0].parameter, 2);
 }
 
+TEST(AssignShards, PartsOfEach_AreEqualInEveryLargeParameter) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 500; ++i) {
+    std::vector<int64_t> numels;
+    for (size_t p = 1 + random() % 12; p > 0; --p)
+      numels.push_back(static_cast<int64_t>(random() % (random() % 3 == 0 ? 200000 : 3000)));
+    const auto ranks = static_cast<int64_t>(1 + random() % 6);
+    const Shards shards = assign_shards(numels, {}, ranks, Cut::kEach);
+    expect_complete(shards, numels);
+    for (const auto& shard : shards) {
+      for (const ParameterPiece& piece : shard) {
+        const int64_t numel = numels[static_cast<size_t>(piece.parameter)];
+        if (numel >= 4096) {
+          EXPECT_NEAR(piece.end - piece.begin, numel / ranks, 64 * ranks);
+        } else {
+          EXPECT_EQ(piece.end - piece.begin, numel);
+        }
+      }
+    }
+  }
+}
+
 TEST(AssignShards, WrongArguments_Throw) {
-  EXPECT_THROW(assign_shards({1, 2}, {1.0}, 2, false), InvalidArgument);
-  EXPECT_THROW(assign_shards({1}, {-1.0}, 2, false), InvalidArgument);
-  EXPECT_THROW(assign_shards({1}, {std::nan("")}, 2, true), InvalidArgument);
-  EXPECT_THROW(assign_shards({1}, {}, 0, true), InvalidArgument);
+  EXPECT_THROW(assign_shards({1, 2}, {1.0}, 2, Cut::kFew), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {-1.0}, 2, Cut::kFew), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {std::nan("")}, 2, Cut::kNever), InvalidArgument);
+  EXPECT_THROW(assign_shards({1}, {}, 0, Cut::kNever), InvalidArgument);
 }
 
 struct NetImpl : torch::nn::Module {
@@ -150,7 +172,7 @@ void expect_steps_of_the_plain_one(const Options& options, bool whole) {
       Net net = make(rank);  // all ranks take rank 0's values
       std::vector<NamedTensor> named;
       for (const auto& item : net->named_parameters()) named.push_back({item.key(), item.value()});
-      ShardedOptimizer<Optim> optimizer(named, group, options, {}, whole);
+      ShardedOptimizer<Optim> optimizer(named, group, options, {}, whole ? Cut::kNever : Cut::kFew);
       for (int step = 0; step < 4; ++step) {
         optimizer.zero_grad(step % 2 == 0);
         backward(net, step);
@@ -193,8 +215,8 @@ TEST(ShardedOptimizerCpp, ReduceScatter_IsTheAverageOfTheShareAndNanElsewhere) {
         Reducer plain_reducer(named(plain_net), {group}, options);
         Reducer reducer(named(net), {group}, options);
         torch::optim::SGD plain(plain_net->parameters(), torch::optim::SGDOptions(0.1));
-        ShardedOptimizer<torch::optim::SGD> optimizer(named(net), group,
-                                                      torch::optim::SGDOptions(0.1), {}, whole);
+        ShardedOptimizer<torch::optim::SGD> optimizer(
+            named(net), group, torch::optim::SGDOptions(0.1), {}, whole ? Cut::kNever : Cut::kEach);
         optimizer.reduce_scatter(reducer);
         for (int step = 0; step < 4; ++step) {
           plain.zero_grad();
@@ -301,7 +323,8 @@ void expect_state_of_the_plain_one(const Options& options, bool whole, int saved
   std::vector<at::Tensor> weights;
   run_ranks(saved, [&](int rank, const Group& group) {
     Net net = make(rank);
-    ShardedOptimizer<Optim> optimizer(named(net), group, options, {}, whole);
+    ShardedOptimizer<Optim> optimizer(named(net), group, options, {},
+                                      whole ? Cut::kNever : Cut::kFew);
     train(optimizer, net, 0, 3);
     EXPECT_THROW(optimizer.whole(saved), InvalidArgument);
     const std::unique_ptr<Optim> state = optimizer.whole(saved - 1);
@@ -333,7 +356,8 @@ void expect_state_of_the_plain_one(const Options& options, bool whole, int saved
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < weights.size(); ++i) net->parameters()[i].copy_(weights[i]);
     }
-    ShardedOptimizer<Optim> optimizer(named(net), group, options, {}, whole);
+    ShardedOptimizer<Optim> optimizer(named(net), group, options, {},
+                                      whole ? Cut::kNever : Cut::kFew);
     auto state = optimizer.plain();
     std::istringstream bytes(file);
     torch::load(*state, bytes);
@@ -376,10 +400,11 @@ TEST(ShardedOptimizerCpp, SparseGradientOrMemoryWithGaps_ThrowsAndNamesTheParame
     } catch (const InvalidArgument& error) {
       EXPECT_NE(std::string(error.what()).find("'table' is sparse"), std::string::npos);
     }
-    EXPECT_THROW(ParameterShards({{"one", weight}, {"view", weight.detach()[1]}}, group, {}, false),
-                 InvalidArgument);
+    EXPECT_THROW(
+        ParameterShards({{"one", weight}, {"view", weight.detach()[1]}}, group, {}, Cut::kFew),
+        InvalidArgument);
     const at::Tensor gaps = torch::ones({4, 4}).narrow(1, 0, 2);
-    EXPECT_THROW(ParameterShards({{"gaps", gaps}}, group, {}, false), InvalidArgument);
+    EXPECT_THROW(ParameterShards({{"gaps", gaps}}, group, {}, Cut::kFew), InvalidArgument);
   });
 }
 
@@ -446,7 +471,7 @@ TEST(ParameterShardsTest, ParametersAddedLater_AreStepped_AndUndoneTogether) {
   run_ranks(2, [](int rank, const Group& group) {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> all{torch::ones({9000}), torch::ones({5000}), torch::ones({7})};
-    ParameterShards shards({{"a", all[0]}}, group, {}, false);
+    ParameterShards shards({{"a", all[0]}}, group, {}, Cut::kFew);
     shards.add({{"b", all[1]}, {"c", all[2]}}, {});
     EXPECT_THROW(shards.add({{"again", all[1]}}, {}), InvalidArgument);
     const auto step = [&] {
@@ -470,7 +495,7 @@ TEST(ParameterShardsTest, GivingUpBeforeAStepBegins_ChangesNothing) {
   run_ranks(2, [](int, const Group& group) {
     const at::NoGradGuard no_grad;
     at::Tensor one = torch::ones({9000});
-    ParameterShards shards({{"a", one}}, group, {}, false);
+    ParameterShards shards({{"a", one}}, group, {}, Cut::kFew);
     one.add_(1);
     shards.take_gradients();
     shards.publish();
@@ -484,11 +509,11 @@ TEST(ParameterShardsTest, CostsThatDifferALittle_ThrowOnEveryRank) {
   run_ranks(2, [](int rank, const Group& group) {
     std::vector<NamedTensor> parameters{{"a", torch::ones({9000})}, {"b", torch::ones({9000})}};
     const double tiny = rank == 0 ? 1e-9 : 7e-9;
-    EXPECT_THROW(ParameterShards(parameters, group, {tiny, 2e-9}, false), RankMismatch);
+    EXPECT_THROW(ParameterShards(parameters, group, {tiny, 2e-9}, Cut::kFew), RankMismatch);
     if (rank == 0) {
-      EXPECT_THROW(ParameterShards(parameters, group, {-1.0, 1.0}, false), InvalidArgument);
+      EXPECT_THROW(ParameterShards(parameters, group, {-1.0, 1.0}, Cut::kFew), InvalidArgument);
     } else {
-      EXPECT_THROW(ParameterShards(parameters, group, {1.0, 1.0}, false), RankMismatch);
+      EXPECT_THROW(ParameterShards(parameters, group, {1.0, 1.0}, Cut::kFew), RankMismatch);
     }
   });
 }

@@ -100,12 +100,12 @@ class _Shares:
         group: dist.ProcessGroup,
         replicas: dist.ProcessGroup,
         cost: Callable[[Tensor], float],
-        whole: bool,
+        cut: Any,
     ) -> None:
         self.group = group
         self.replicas = replicas
         self.cost = cost
-        self.whole = whole
+        self.cut = cut
         self.core: Any = None
         #: The tensors of the groups, and the parameters whose values are published.
         self.given: list[Tensor] = []
@@ -127,7 +127,7 @@ class _Shares:
         costs = [float(self.cost(p)) if p.requires_grad else 0.0 for p in parameters]
         if self.core is None:
             self.core = _core.ParameterShards(
-                names, parameters, name_of(self.group), costs, self.whole, name_of(self.replicas)
+                names, parameters, name_of(self.group), costs, self.cut, name_of(self.replicas)
             )
         else:
             self.core.add(names, parameters, costs)
@@ -338,8 +338,11 @@ class ShardedOptimizer(ShardedState):
             )
         if whole_parameters is None:
             whole_parameters = optimizer_class not in ELEMENTWISE
+        elementwise = _core.Cut.EACH if reduce_scatter else _core.Cut.FEW
         #: The ranks of each host if each host steps all parameters. The first host saves them.
         self._hosts: list[list[int]] = []
+        said = [f"across_hosts={across_hosts}", f"reduce_scatter={reduce_scatter}"]
+        _core.verify_same_model([], [], said, name_of(self._replicas))
         self._group = self._sharing_group(across_hosts)
         if reduce_scatter and self._hosts:
             raise ValueError(
@@ -351,7 +354,7 @@ class ShardedOptimizer(ShardedState):
             self._group,
             self._replicas,
             cost or _default_cost(optimizer_class),
-            whole_parameters,
+            _core.Cut.NEVER if whole_parameters else elementwise,
         )
         self._shards_masters = shard_master_weights and dist.get_world_size(self._replicas) > 1
         self._inner_defaults = defaults
@@ -376,8 +379,6 @@ class ShardedOptimizer(ShardedState):
 
     def _sharing_group(self, across_hosts: bool | None) -> dist.ProcessGroup:
         """The ranks among which the work is split. Collective."""
-        said = [f"across_hosts={across_hosts}"]
-        _core.verify_same_model([], [], said, name_of(self._replicas))
         if across_hosts:
             return self._replicas
         hosts = ranks_by_host(self._replicas)

@@ -22,20 +22,26 @@ struct ParameterPiece {
   int64_t end = 0;
 };
 
+/// Which parameters are split between ranks. Cuts are at multiples of 64 elements, to keep SIMD
+/// vectors whole, and parameters of a few thousand elements are not cut.
+enum class Cut : uint8_t {
+  kNever,  ///< none: the most expensive remaining one goes to the rank with the least cost (R. L.
+           ///< Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
+  kFew,    ///< each rank gets runs of elements, so few parameters are split
+  kEach,   ///< each rank gets an equal part of every large parameter, and so of every bucket of
+           ///< gradients: for a reduce-scatter, in which all ranks then receive as much
+};
+
 /// Assigns the pieces of parameters that each rank steps, in the order of the parameters. Every
 /// element is in one piece, and the ranks' costs are as equal as possible. Pure.
 ///
 /// @param numels  of each parameter.
 /// @param costs   cost of each parameter's step, not negative; empty: its number of elements. A
 ///                parameter of cost zero usually is in no piece.
-/// @param whole   true: parameters are not split; the most expensive remaining one goes to the rank
-///                with the least cost (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies",
-///                1969). False: each rank gets runs of elements, cut at multiples of 64 to keep
-///                SIMD vectors whole.
 /// @throws InvalidArgument for another number of costs, a negative or non-finite one, or no rank.
 APEX_API std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t>& numels,
                                                                 std::vector<double> costs,
-                                                                int64_t ranks, bool whole);
+                                                                int64_t ranks, Cut cut);
 
 /// Each rank of a group steps a share of the parameters and sends the result to every rank.
 /// ShardedOptimizer uses this class. If all ranks are on one host, CPU parameters are moved into
@@ -50,14 +56,14 @@ class APEX_API ParameterShards {
   /// @param parameters  in the same order on every rank; strided, without gaps in memory, and not
   ///                    sharing memory with each other.
   /// @param group       the ranks that split the work.
-  /// @param costs,whole  see assign_shards(); the same on every rank.
+  /// @param costs,cut  see assign_shards(); the same on every rank.
   /// @param replicas    all ranks that train the model, if `group` has only some of them, such as
   ///                    the ranks of one host. Each such group steps all parameters, with the same
   ///                    gradients. Null: `group`.
   /// @throws InvalidArgument for a parameter that is undefined, a tensor subclass, or has gaps, and
   ///         for wrong costs; RankMismatch if ranks differ; CommunicationError.
   ParameterShards(std::vector<NamedTensor> parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  const std::vector<double>& costs, bool whole,
+                  const std::vector<double>& costs, Cut cut,
                   c10::intrusive_ptr<c10d::ProcessGroup> replicas = {});
   ~ParameterShards();
   ParameterShards(const ParameterShards&) = delete;

@@ -78,17 +78,32 @@ class ShardedOptimizer {
   ShardedOptimizer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
                    Options defaults, c10::intrusive_ptr<c10d::ProcessGroup> replicas = {})
       : ShardedOptimizer(named_parameters_of(module), std::move(group), std::move(defaults), {},
-                         !steps_elementwise_v<Optim>, std::move(replicas)) {}
+                         steps_elementwise_v<Optim> ? Cut::kFew : Cut::kNever,
+                         std::move(replicas)) {}
+
+  /// With gradients of `reducer` reduce-scattered, see reduce_scatter().
+  ///
+  ///     apex::parallel::ShardedOptimizer<torch::optim::AdamW> optimizer(
+  ///         *model.module(), model.process_group(), model.reducer(),
+  ///         torch::optim::AdamWOptions(1e-3));
+  template <typename Options>
+  ShardedOptimizer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   Reducer& reducer, Options defaults)
+      : ShardedOptimizer(named_parameters_of(module), std::move(group), std::move(defaults), {},
+                         steps_elementwise_v<Optim> ? Cut::kEach : Cut::kNever) {
+    reduce_scatter(reducer);
+  }
 
   /// @param costs  cost of each parameter's step; empty: its number of elements. See
   ///               assign_shards().
   template <typename Options>
   ShardedOptimizer(std::vector<NamedTensor> parameters,
                    c10::intrusive_ptr<c10d::ProcessGroup> group, Options defaults,
-                   const std::vector<double>& costs = {}, bool whole = !steps_elementwise_v<Optim>,
+                   const std::vector<double>& costs = {},
+                   Cut cut = steps_elementwise_v<Optim> ? Cut::kFew : Cut::kNever,
                    c10::intrusive_ptr<c10d::ProcessGroup> replicas = {})
       : parameters_(parameters),
-        shards_(std::move(parameters), std::move(group), costs, whole, std::move(replicas)),
+        shards_(std::move(parameters), std::move(group), costs, cut, std::move(replicas)),
         make_([defaults](std::vector<at::Tensor> stepped) {
           return std::make_unique<Optim>(std::move(stepped), defaults);
         }),
@@ -124,11 +139,10 @@ class ShardedOptimizer {
 
   /// Replaces the all-reduce of gradients by a reduce-scatter, which sends half the bytes: after
   /// backward, a rank has the average of its share, and NaN elsewhere. Clip by clip_grad_norm_(),
-  /// and clear the gradients after each step. Keep the optimizers as long as `reducer`. Not with
+  /// and clear the gradients after each step. Ranks receive as much as each other, and so wait
+  /// least, with Cut::kEach or Cut::kNever. Keep the optimizers as long as `reducer`. Not with
   /// gradient statistics or gradient_average=false. Between backwards; every rank must make the
   /// same call.
-  ///
-  ///     optimizer.reduce_scatter(model.reducer());
   ///
   /// @param others  shards() of further optimizers, if not all parameters are in this one.
   /// @throws InvalidArgument if the work is split among other ranks than those of `reducer`.
