@@ -262,6 +262,39 @@ def test_reduce_scatter_refuses_what_needs_whole_gradients(ranks: RankPool) -> N
     ranks.run(2, _refusals)
 
 
+def _in_slices(rank: int, world: int) -> None:
+    """Messages over sockets that are sent in several slices, the last of them shorter and, with
+    whole parameters, of different numbers. Oracle: the plain optimizer after an all-reduce."""
+    for whole in (None, True):
+        results = []
+        with host_channel("0"):
+            for reduce_scatter in (True, False):
+                torch.manual_seed(4)
+                net = nn.Sequential(nn.Linear(700, 3001), nn.Tanh(), nn.Linear(3001, 301))
+                ddp = DistributedDataParallel(net, message_size=10**6)
+                if reduce_scatter:
+                    optimizer: Any = ShardedOptimizer(
+                        net.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp, reduce_scatter=True,
+                        whole_parameters=whole,
+                    )  # fmt: skip
+                else:
+                    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    ddp(torch.randn(3, 700, generator=generator)).square().mean().backward()
+                    optimizer.step()
+                results.append([p.detach() for p in net.parameters()])
+        for left, right in zip(*results, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+        check_same_on_all_ranks(results[0], "parameters")
+
+
+def test_reduce_scatter_of_large_messages_over_sockets(ranks: RankPool) -> None:
+    for world in (2, 3):
+        ranks.run(world, _in_slices)
+
+
 def _two_optimizers(rank: int, world: int) -> None:
     """Muon for matrices, AdamW for the rest. Oracle: the all-reduce, with sums of two ranks."""
     results = []

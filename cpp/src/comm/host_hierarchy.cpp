@@ -23,6 +23,7 @@
 #include "comm/error_text.h"
 #include "comm/host_step.h"
 #include "comm/host_sum.h"
+#include "comm/slices.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -49,7 +50,11 @@ at::Tensor bytes_of(const at::Tensor& of, char* data, int64_t bytes) {
 
 c10::intrusive_ptr<c10d::Work> all_gather(c10d::Backend& backend, at::Tensor& gathered,
                                           at::Tensor& share) {
-  return backend._allgather_base(gathered, share, c10d::AllgatherOptions());
+  const auto issue = [&](at::Tensor& output, at::Tensor& input) {
+    return backend._allgather_base(output, input, c10d::AllgatherOptions());
+  };
+  return share.numel() > kSliceBytes ? all_gather_in_slices(gathered, share, issue)
+                                     : issue(gathered, share);
 }
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
@@ -331,7 +336,13 @@ class HierarchyCore : public std::enable_shared_from_this<HierarchyCore> {
     const int64_t mine = sent[static_cast<size_t>(layout.host)];
     std::vector<int64_t> received(sent.size(), mine);
     operation.received = at::empty({hosts() * mine}, at::kByte);
-    in_flight(operation, links_.exchange->alltoall_base(operation.received, share, received, sent));
+    const auto issue = [&](at::Tensor& output, at::Tensor& input, std::vector<int64_t>& to,
+                           std::vector<int64_t>& from) {
+      return links_.exchange->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
+    };
+    in_flight(operation, sent.front() > kSliceBytes
+                             ? all_to_all_in_slices(operation.received, share, sent, issue)
+                             : issue(operation.received, share, received, sent));
   }
 
   int64_t piece_numel(const HierarchyOperation& operation, int host) const {
