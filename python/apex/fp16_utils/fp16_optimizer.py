@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._internal import pending
 from .._internal.dtypes import is_low_precision
 from .._internal.refused import KeepsMasterWeights
 from ..amp._amp_state import is_rank_zero
@@ -140,6 +141,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     @torch.no_grad()
     def _match_scale(self) -> None:
         """Convert the gradients of earlier backward passes to the current scale."""
+        pending.complete()
         scaler = self.loss_scaler
         present, scale = scaler._generation, scaler.scale_tensor()
         if self._scaled_by is not None and self._scaled_by[0] != present:
@@ -159,6 +161,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         Until the first step, the masters take values written into the model's parameters, for
         example by a broadcast.
         """
+        pending.complete()  # gradients of an OverlappedOptimizer, which are read below
         if self._masters_follow:
             for master, param in zip(
                 self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True
