@@ -274,6 +274,32 @@ def test_frozen_parameters_get_no_master() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+@pytest.mark.parametrize("dtype", [HALF, F32])
+def test_parameters_that_come_later_are_unscaled_too(dtype: torch.dtype, how: str) -> None:
+    optimizers: list[Any] = []
+    networks = net(dtype), net(None)
+    for network in networks:
+        network[0].requires_grad_(False)
+        params = (network[1:] if how == "added" else network).parameters()
+        optimizers.append(torch.optim.SGD(params, lr=0.2, momentum=0.9))
+    optimizer = FP16_Optimizer(optimizers[0], static_loss_scale=1024.0)
+    for step in range(4):
+        if step == 2:
+            for network, own in zip(networks, optimizers, strict=True):
+                network[0].requires_grad_()
+                if how == "added":
+                    own.add_param_group({"params": list(network[0].parameters())})
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(networks[0], step))
+        optimizer.step()
+        optimizers[1].zero_grad()
+        loss_of(networks[1], step).backward()
+        optimizers[1].step()
+    for param, want in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
+        torch.testing.assert_close(param.float(), want, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("clean", [0, 7, 1000, 1003])
 def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) -> None:
     scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**10, scale_window=1000)
