@@ -91,6 +91,25 @@ def test_update_master_grads_by_hand_sums_several_losses() -> None:
         torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("change", ["update", "assigned"])
+@pytest.mark.parametrize("dtype", [HALF, F32])
+def test_gradients_are_unscaled_by_the_scale_they_were_made_with(
+    dtype: torch.dtype, change: str
+) -> None:
+    model, reference = net(dtype), net(None)
+    dynamic = {"init_scale": 16.0, "scale_window": 1}
+    optimizer = wrap(model, dynamic_loss_scale=True, dynamic_loss_args=dynamic)
+    optimizer.backward(loss_of(model, 0), update_master_grads=change == "update")
+    if change == "assigned":
+        optimizer.loss_scale = 64.0
+    optimizer.update_master_grads()
+    loss_of(reference, 0).backward()
+    for grad, want in zip(
+        optimizer.inspect_master_grad_data()[0], reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
+
+
 def overflow(optimizer: FP16_Optimizer, model: nn.Module) -> None:
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 0), update_master_grads=False)

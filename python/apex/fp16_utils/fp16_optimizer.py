@@ -151,19 +151,24 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         if update_master_grads:
             self.update_master_grads()
 
+    def _scale_ratio(self) -> torch.Tensor | None:
+        """The current scale divided by that of the model's gradients; None if it has not changed
+        since :meth:`backward`."""
+        if self._scaled_by is None or self._scaled_by[0] == self.loss_scaler._generation:
+            return None
+        return self.loss_scaler.scale_tensor().to(self._scaled_by[1].device) / self._scaled_by[1]
+
     @torch.no_grad()
     def _match_scale(self) -> None:
         """Convert the gradients of earlier backward passes to the current scale."""
         pending.complete()
         self._collect()
-        scaler = self.loss_scaler
-        present, scale = scaler._generation, scaler.scale_tensor()
-        if self._scaled_by is not None and self._scaled_by[0] != present:
-            ratio = scale.to(self._scaled_by[1].device) / self._scaled_by[1]
+        ratio, scale = self._scale_ratio(), self.loss_scaler.scale_tensor()
+        if ratio is not None:
             earlier = {id(param) for param, _, _ in self._unscaled}
             scaled = [p for p in self.all_fp32_from_fp32_params if id(p) not in earlier]
             multiply_(values_of(self.all_fp16_params + scaled), ratio)
-        self._scaled_by = present, scale.clone()
+        self._scaled_by = self.loss_scaler._generation, scale.clone()
         multiply_(values_of([p for p, grad, _ in self._unscaled if p.grad is grad]), scale)
         self._unscaled = []
 
@@ -187,7 +192,11 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
             id(p) for p, grad, then in self._unscaled if p.grad is grad and grad._version == then
         }
         params = [p for p in self.all_fp32_from_fp32_params if id(p) not in done]
-        self.loss_scaler.unscale_(values_of(self.all_fp32_from_fp16_params + params))
+        grads = values_of(self.all_fp32_from_fp16_params + params)
+        ratio = self._scale_ratio()
+        if ratio is not None:
+            multiply_(grads, ratio)
+        self.loss_scaler.unscale_(grads)
         self._unscaled = [
             (param, param.grad, param.grad._version)
             for param in self.all_fp32_from_fp32_params
