@@ -417,3 +417,17 @@ def test_gradients_that_an_overlapped_optimizer_still_averages_are_awaited() -> 
     optimizer.update_master_grads()
     for grad in optimizer.inspect_master_grad_data()[0]:
         assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_sparse_gradients_of_an_embedding_are_unscaled(to_none: bool) -> None:
+    model = nn.Embedding(5, 2, sparse=True).half()
+    before = model.weight.detach().clone()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=8.0)
+    for _ in range(2):
+        optimizer.zero_grad(to_none)
+        optimizer.backward(model(torch.tensor([1, 1, 3])).float().sum())
+        assert optimizer.inspect_master_grad_data()[0][0].is_sparse
+        optimizer.step()
+    moved = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0])[:, None].expand(5, 2)
+    torch.testing.assert_close(before - model.weight, moved.half(), rtol=0, atol=2e-3)
