@@ -18,6 +18,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex import amp
 from apex.amp import _amp_state
+from apex.optimizers import FusedAdagrad
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 from apex.parallel.LARC import LARC
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -878,3 +880,21 @@ def test_optimizer_around_another_trains_skips_and_resumes_like_it(level: str) -
     for other in ends[1:]:
         for name, value in ends[0].items():
             assert torch.equal(other[name], value), name
+
+
+@pytest.mark.parametrize("around", ["amp O0", "amp O2", "LARC", "amp O2 LARC", "overlapped LARC"])
+def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: None) -> None:
+    model: nn.Module = Toy(0.0)
+    optimizer: Any = FusedAdagrad(model.parameters(), set_grad_none=False)
+    if "LARC" in around:
+        optimizer = LARC(optimizer)
+    if "amp" in around:
+        level = around.split()[1]
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if "overlapped" in around:
+        optimizer = OverlappedOptimizer(optimizer, DistributedDataParallel(model))
+    for argument in (None, True, False):
+        model(X).backward()
+        optimizer.zero_grad(*(() if argument is None else (argument,)))
+        for param in model.parameters():
+            assert (param.grad is None) if argument else not param.grad.any()

@@ -91,17 +91,26 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
 
 def _hook_zero_grad(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
     inner = optimizer.zero_grad
-    takes_argument = bool(inspect.signature(inner).parameters)
+    signature = inspect.signature(inner)
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         stash.lazy_init()
-        if takes_argument:
-            inner(set_to_none)
-        else:
-            inner()
-        stash.zero_grad(set_to_none)
+        inner(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        set_to_none = {**given.arguments, **kwargs}.get("set_to_none")
+        stash.zero_grad(_sets_to_none(self) if set_to_none is None else set_to_none)
 
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _sets_to_none(optimizer: Any) -> bool:
+    """Whether ``zero_grad()`` sets gradients to None if neither argument nor default says so."""
+    while optimizer is not None:
+        if hasattr(optimizer, "set_grad_none"):
+            return bool(optimizer.set_grad_none)
+        optimizer = getattr(optimizer, "optim", None)
+    return True
 
 
 def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:

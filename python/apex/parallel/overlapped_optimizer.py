@@ -313,8 +313,10 @@ class OverlappedOptimizer(WrappedOptimizer):
         self._update(everything - waiting, None)
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients. Gradients that an update still needs are cleared after it."""
+        if set_to_none is None:
+            set_to_none = all(getattr(o, "set_grad_none", True) for o in _nested(self.optim))
         waiting, later = self._in_flight(), self._later
         if waiting and later is None:  # without a step(), no update needs them
             self.synchronize()
