@@ -882,6 +882,39 @@ def test_optimizer_around_another_trains_skips_and_resumes_like_it(level: str) -
             assert torch.equal(other[name], value), name
 
 
+class OwnArguments(torch.optim.SGD):
+    verbose = False
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            torch._foreach_div_([p.grad for p in group["params"]], scale)
+        return super().step(closure)
+
+    def zero_grad(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        super().zero_grad()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_arguments_of_an_optimizers_own_methods_are_passed_on(level: str, overflows: bool) -> None:
+    model = Toy(0.0)
+    optimizer = OwnArguments(model.parameters(), lr=2.0**10)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    optimizer.zero_grad()
+    assert not optimizer.verbose
+    optimizer.zero_grad(verbose=True)
+    assert optimizer.verbose
+    before = model.gain.detach().float().clone()
+    with amp.scale_loss(model(X) * (float("inf") if overflows else 1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step(scale=2.0)
+    moved = torch.tensor([0.0, 0.0] if overflows else [2.0, 4.5])
+    assert torch.equal(before - model.gain.float(), moved)
+
+
 @pytest.mark.parametrize("around", ["amp O0", "amp O2", "LARC", "amp O2 LARC", "overlapped LARC"])
 def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: None) -> None:
     model: nn.Module = Toy(0.0)

@@ -54,7 +54,7 @@ def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[
 def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
     inner = optimizer.step
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if closure is not None and stash.master_weights:
             raise RuntimeError(
                 "optimizer.step(closure) is not supported with amp's master weights: the closure "
@@ -67,9 +67,10 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
             stash.refuse_scaled_by_others([stash])
             check_deferred(stash)
             if stash.already_patched:
-                return self.step()
+                return self.step(**kwargs)
             stash.follow_discarded(only_seen=True)
-        call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
+        given = () if closure is None else (_inside_step(closure, stash),)
+        call = functools.partial(inner, *given, **kwargs)
         stash.follow_model()
         skip, stash.skip_flag = stash.skip_flag, None
         try:
