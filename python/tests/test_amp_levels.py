@@ -16,9 +16,10 @@ import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import amp
-from apex.amp import _amp_state
+from apex.amp import _amp_state, _full_values
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
@@ -655,3 +656,16 @@ def test_registered_functions_are_cast_after_a_second_initialize() -> None:
     amp._amp_state.handle._deactivate()
     module.f(torch.ones(1))
     assert seen[-1] == F32
+
+
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_float32_values_of_a_model_without_optimizer_take_no_device_memory(level: str) -> None:
+    with FakeTensorMode():
+        model, other = (nn.LayerNorm(3, device="cuda") for _ in range(2))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        amp.initialize([model, other], optimizer, opt_level=level, verbosity=0)
+        kept = [_full_values.record_of(part.weight).remembered for part in (model, other)]
+        # The hook alone, because torch without CUDA cannot copy the values.
+        _full_values._load_full(model, {"weight": torch.zeros(3, device="cuda")}, "")
+        kept.append(_full_values.record_of(model.weight).remembered)
+    assert [value.device.type for value in kept] == ["cpu", "cuda", "cpu"]

@@ -165,9 +165,14 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
         )
 
 
-def _remember_values(params: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _remember_values(params: list[torch.Tensor], trained: set[int]) -> dict[int, torch.Tensor]:
+    """Float32 copies. On the CPU if no optimizer has the parameter, which may never be trained."""
     return {
-        id(param): param.detach().to(torch.float32, copy=True)
+        id(param): param.detach().to(
+            param.device if id(param) in trained or param.is_meta else "cpu",
+            torch.float32,
+            copy=True,
+        )
         for param in params
         if param.requires_grad and param.dtype in (torch.float32, torch.float64)
     }
@@ -208,9 +213,10 @@ def _cast_models(
         keep = properties.master_weights and not several_ranks()
         # Parameters of models too, because an optimizer may get them later.
         every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        trained = set(map(id, every))
         every += [p for model in models for p in model.parameters()]
         params = list({id(param): param for param in every}.values())
-        values = _remember_values(params) if keep else {}
+        values = _remember_values(params, trained) if keep else {}
         for model in models:
             _cast_model(model, properties)
         for param in params:
