@@ -630,6 +630,22 @@ def test_initialize_that_fails_changes_nothing(level: str, fault: dict) -> None:
         scaled.backward()
 
 
+def test_o1_that_fails_leaves_no_function_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="immutable type 'str'"):
+        amp.register_float_function(str, "upper")
+    module = types.SimpleNamespace(f=torch.add)
+    amp.register_half_function(module, "f")
+    model = net()
+    optimizer = sgd(model)
+    with monkeypatch.context() as changed:
+        changed.setattr(amp.lists.torch_overrides, "FP16_FUNCS", ["mm", 42])
+        with pytest.raises(TypeError):
+            amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert module.f is torch.add and not hasattr(optimizer, "_amp_stash")
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert module.f(torch.ones(2), 1.0).dtype == HALF
+
+
 def test_initialize_disabled_ends_the_casts_of_an_earlier_one() -> None:
     amp.initialize(net(), opt_level="O1", verbosity=0)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF

@@ -268,11 +268,6 @@ def setup(
     ]
     for scaler in loss_scalers:
         scaler.overflow_group = overflow_group
-    _cast_models(models, optimizers, properties)
-    _amp_state.latest_scalers = loss_scalers
-    _amp_state.adopt(*optimizers)
-    for optimizer in optimizers:
-        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)
     if properties.patch_torch_functions:
         init(
             verbose=_amp_state.verbosity >= 2,
@@ -281,3 +276,8 @@ def setup(
         )
     elif _amp_state.handle is not None:
         _amp_state.handle._deactivate()
+    _cast_models(models, optimizers, properties)
+    _amp_state.latest_scalers = loss_scalers
+    _amp_state.adopt(*optimizers)
+    for optimizer in optimizers:
+        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)
