@@ -159,7 +159,8 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
             raise TypeError(
                 f"amp.initialize takes torch optimizers, not {type(optimizer).__name__}."
             )
-    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+    again = any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers)
+    if again or len(set(map(id, optimizers))) != len(optimizers):
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
         )
@@ -243,10 +244,6 @@ def setup(
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:
-        if hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                "An optimizer was passed to amp.initialize twice; pass each optimizer once."
-            )
         if getattr(optimizer, "reduces_into_shards", False):
             raise ValueError(
                 "amp searches all gradients for infinities, and with reduce_scatter=True a rank "

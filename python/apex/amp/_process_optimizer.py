@@ -235,14 +235,10 @@ def process_optimizer(
     ``load_state_dict``, so parameters may still be moved to another device before that.
 
     Raises:
-        RuntimeError: `optimizer` was processed already, or cannot have master weights.
+        RuntimeError: `optimizer` cannot have master weights.
     """
     if master_weights:
         refuse_master_weights(optimizer)
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError(
-            "An optimizer was passed to amp.initialize twice; pass each optimizer once."
-        )
     _complete(optimizer)
     stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer

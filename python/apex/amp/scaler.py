@@ -142,10 +142,10 @@ class LossScaler(ScalerByHand):
         return self._policy.scale_tensor()
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply `grads` by 1/scale in place. If dynamic, record inf or nan in them.
+        """Multiply `grads` by 1/scale, rounded to float32, in place.
 
-        Floating-point and complex dtypes and devices may be mixed. Sparse COO gradients must be
-        coalesced. Does not block.
+        If the scale is dynamic, record inf or nan in them. Floating-point and complex dtypes and
+        devices may be mixed. Sparse COO gradients must be coalesced. Does not block.
 
         Raises:
             ValueError: a gradient of integers, or a sparse one that is not coalesced.
