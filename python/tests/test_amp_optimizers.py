@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -926,6 +927,7 @@ def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: N
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if "overlapped" in around:
         optimizer = OverlappedOptimizer(optimizer, DistributedDataParallel(model))
+    assert list(inspect.signature(optimizer.zero_grad).parameters) == ["set_to_none"]
     for argument in (None, True, False):
         model(X).backward()
         optimizer.zero_grad(*(() if argument is None else (argument,)))

@@ -102,6 +102,10 @@ def _hook_zero_grad(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> 
         set_to_none = {**given.arguments, **kwargs}.get("set_to_none")
         stash.zero_grad(_sets_to_none(self) if set_to_none is None else set_to_none)
 
+    # Accelerate looks for set_to_none in it.
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [own, *signature.parameters.values()]
+    zero_grad.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
