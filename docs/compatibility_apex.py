@@ -254,6 +254,8 @@ TABLE: dict[str, list[Row]] = {
     "apex.amp.scaler.LossScaler": [
         Row("_has_overflow", SAME, "read and written"),
         Row("_loss_scale", SAME, "read and written"),
+        Row("_max_loss_scale", SAME, "read and written"),
+        Row("_min_loss_scale", SAME, "read and written"),
         Row("_overflow_buf", SAME, "read and replaced"),
         Row("_scale_seq_len", SAME, "read and written"),
         Row("_unskipped", SAME, "read and written"),

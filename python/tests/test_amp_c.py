@@ -189,6 +189,23 @@ def test_operations_take_strided_views() -> None:
     assert torch.equal(out[:, ::2], 2 * base[:, ::2]) and not out[:, 1::2].any()
 
 
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [((2, 3), (6,)), ((6,), (2, 3)), ((6,), (1, 6)), ((1, 6), (6,)), ((2, 3), (3, 2)), ((1,), ())],
+    ids=str,
+)
+def test_operations_ignore_shapes_like_apexs_kernels(
+    shape: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    x, out = torch.randn(shape), torch.zeros(other)
+    amp_C.multi_tensor_scale(CHUNK, None, [[x], [out]], 2.0)
+    assert torch.equal(out.reshape(-1), 2 * x.reshape(-1))
+    amp_C.multi_tensor_axpby(CHUNK, None, [[x], [out], [out]], 1.0, 0.5, -1)
+    assert torch.equal(out.reshape(-1), 2 * x.reshape(-1))
+    amp_C.multi_tensor_axpby(CHUNK, None, [[x], [out], [x]], 0.0, 1.5, -1)
+    assert torch.equal(1.5 * out.reshape(-1), x.reshape(-1))
+
+
 def test_lists_that_do_not_fit_are_refused_with_their_lengths() -> None:
     with pytest.raises(ValueError, match=r"takes 2 list\(s\) of equal length, not .*\[1, 2\]"):
         amp_C.multi_tensor_scale(CHUNK, None, [[torch.ones(1)], [torch.ones(1)] * 2], 1.0)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import backward, grad
 
 from apex import amp
@@ -339,6 +340,20 @@ def test_cache_write_after_a_step_that_is_none_counts(write: str, how: str) -> N
     value = torch.full((4, 4), 3.0)
     WRITES[write](model.weight, value)
     assert torch.equal(model(x), value.half())
+
+
+@pytest.mark.parametrize("mode", ["functionalize", "fake"])
+def test_cache_keeps_no_cast_of_a_mode_that_ends(mode: str) -> None:
+    model, _ = prepare(nn.Linear(4, 2))
+    x = torch.rand(3, 4)
+    if mode == "functionalize":
+        torch.func.functionalize(model)(x)
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.rand(3, 4))
+    model(x).float().sum().backward()
+    assert type(model.weight.grad) is torch.Tensor
+    torch.testing.assert_close(model.weight.grad, x.sum(0).expand(2, 4), rtol=2e-3, atol=0)
 
 
 def test_cache_keeps_no_dropped_parameter_alive() -> None:

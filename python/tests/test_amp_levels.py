@@ -16,9 +16,10 @@ import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import amp
-from apex.amp import _amp_state
+from apex.amp import _amp_state, _full_values
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
@@ -629,6 +630,22 @@ def test_initialize_that_fails_changes_nothing(level: str, fault: dict) -> None:
         scaled.backward()
 
 
+def test_o1_that_fails_leaves_no_function_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="immutable type 'str'"):
+        amp.register_float_function(str, "upper")
+    module = types.SimpleNamespace(f=torch.add)
+    amp.register_half_function(module, "f")
+    model = net()
+    optimizer = sgd(model)
+    with monkeypatch.context() as changed:
+        changed.setattr(amp.lists.torch_overrides, "FP16_FUNCS", ["mm", 42])
+        with pytest.raises(TypeError):
+            amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert module.f is torch.add and not hasattr(optimizer, "_amp_stash")
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert module.f(torch.ones(2), 1.0).dtype == HALF
+
+
 def test_initialize_disabled_ends_the_casts_of_an_earlier_one() -> None:
     amp.initialize(net(), opt_level="O1", verbosity=0)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
@@ -655,3 +672,16 @@ def test_registered_functions_are_cast_after_a_second_initialize() -> None:
     amp._amp_state.handle._deactivate()
     module.f(torch.ones(1))
     assert seen[-1] == F32
+
+
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_float32_values_of_a_model_without_optimizer_take_no_device_memory(level: str) -> None:
+    with FakeTensorMode():
+        model, other = (nn.LayerNorm(3, device="cuda") for _ in range(2))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        amp.initialize([model, other], optimizer, opt_level=level, verbosity=0)
+        kept = [_full_values.record_of(part.weight).remembered for part in (model, other)]
+        # The hook alone, because torch without CUDA cannot copy the values.
+        _full_values._load_full(model, {"weight": torch.zeros(3, device="cuda")}, "")
+        kept.append(_full_values.record_of(model.weight).remembered)
+    assert [value.device.type for value in kept] == ["cpu", "cuda", "cpu"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex import amp
 from apex.amp import _amp_state
+from apex.optimizers import FusedAdagrad
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 from apex.parallel.LARC import LARC
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -878,3 +881,55 @@ def test_optimizer_around_another_trains_skips_and_resumes_like_it(level: str) -
     for other in ends[1:]:
         for name, value in ends[0].items():
             assert torch.equal(other[name], value), name
+
+
+class OwnArguments(torch.optim.SGD):
+    verbose = False
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            torch._foreach_div_([p.grad for p in group["params"]], scale)
+        return super().step(closure)
+
+    def zero_grad(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        super().zero_grad()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_arguments_of_an_optimizers_own_methods_are_passed_on(level: str, overflows: bool) -> None:
+    model = Toy(0.0)
+    optimizer = OwnArguments(model.parameters(), lr=2.0**10)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    optimizer.zero_grad()
+    assert not optimizer.verbose
+    optimizer.zero_grad(verbose=True)
+    assert optimizer.verbose
+    before = model.gain.detach().float().clone()
+    with amp.scale_loss(model(X) * (float("inf") if overflows else 1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step(scale=2.0)
+    moved = torch.tensor([0.0, 0.0] if overflows else [2.0, 4.5])
+    assert torch.equal(before - model.gain.float(), moved)
+
+
+@pytest.mark.parametrize("around", ["amp O0", "amp O2", "LARC", "amp O2 LARC", "overlapped LARC"])
+def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: None) -> None:
+    model: nn.Module = Toy(0.0)
+    optimizer: Any = FusedAdagrad(model.parameters(), set_grad_none=False)
+    if "LARC" in around:
+        optimizer = LARC(optimizer)
+    if "amp" in around:
+        level = around.split()[1]
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if "overlapped" in around:
+        optimizer = OverlappedOptimizer(optimizer, DistributedDataParallel(model))
+    assert list(inspect.signature(optimizer.zero_grad).parameters) == ["set_to_none"]
+    for argument in (None, True, False):
+        model(X).backward()
+        optimizer.zero_grad(*(() if argument is None else (argument,)))
+        for param in model.parameters():
+            assert (param.grad is None) if argument else not param.grad.any()

@@ -65,6 +65,25 @@ def test_scaler_scale_can_be_written_directly() -> None:
         assert scaler.scale(torch.ones(())).item() == 32.0
 
 
+def test_scaler_bounds_can_be_written_directly() -> None:
+    scaler = LossScaler("dynamic", scale_window=1)
+    scaler._loss_scale = scaler._max_loss_scale = 2.0**10
+    update(scaler, overflow=False)
+    assert scaler.loss_scale() == 2.0**10
+    scaler._min_loss_scale = 2.0**9
+    for _ in range(3):
+        update(scaler, overflow=True)
+    assert scaler.loss_scale() == 2.0**9
+    copied = copy.deepcopy(scaler)
+    assert (copied._min_loss_scale, copied._max_loss_scale) == (2.0**9, 2.0**10)
+    with pytest.raises(ValueError, match="min_scale is above max_scale"):
+        scaler._min_loss_scale = 2.0**11
+    assert scaler._min_loss_scale == 2.0**9
+    static = LossScaler(4.0)
+    static._max_loss_scale, static._min_loss_scale = 2.0, None
+    assert (static.loss_scale(), static._max_loss_scale, static._min_loss_scale) == (4, None, None)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), "big"])
 def test_scaler_impossible_scale_raises(scale: object) -> None:
     with pytest.raises(ValueError):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from apex import fp16_utils
+from apex._internal import pending
 from apex.amp.scaler import LossScaler
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel.LARC import LARC
@@ -87,6 +88,25 @@ def test_update_master_grads_by_hand_sums_several_losses() -> None:
     (loss_of(reference, 0) + loss_of(reference, 1)).backward()
     grads = optimizer.inspect_master_grad_data()
     for grad, want in zip(grads[0], reference.parameters(), strict=True):
+        torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("change", ["update", "assigned"])
+@pytest.mark.parametrize("dtype", [HALF, F32])
+def test_gradients_are_unscaled_by_the_scale_they_were_made_with(
+    dtype: torch.dtype, change: str
+) -> None:
+    model, reference = net(dtype), net(None)
+    dynamic = {"init_scale": 16.0, "scale_window": 1}
+    optimizer = wrap(model, dynamic_loss_scale=True, dynamic_loss_args=dynamic)
+    optimizer.backward(loss_of(model, 0), update_master_grads=change == "update")
+    if change == "assigned":
+        optimizer.loss_scale = 64.0
+    optimizer.update_master_grads()
+    loss_of(reference, 0).backward()
+    for grad, want in zip(
+        optimizer.inspect_master_grad_data()[0], reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
 
 
@@ -273,6 +293,32 @@ def test_frozen_parameters_get_no_master() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+@pytest.mark.parametrize("dtype", [HALF, F32])
+def test_parameters_that_come_later_are_unscaled_too(dtype: torch.dtype, how: str) -> None:
+    optimizers: list[Any] = []
+    networks = net(dtype), net(None)
+    for network in networks:
+        network[0].requires_grad_(False)
+        params = (network[1:] if how == "added" else network).parameters()
+        optimizers.append(torch.optim.SGD(params, lr=0.2, momentum=0.9))
+    optimizer = FP16_Optimizer(optimizers[0], static_loss_scale=1024.0)
+    for step in range(4):
+        if step == 2:
+            for network, own in zip(networks, optimizers, strict=True):
+                network[0].requires_grad_()
+                if how == "added":
+                    own.add_param_group({"params": list(network[0].parameters())})
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(networks[0], step))
+        optimizer.step()
+        optimizers[1].zero_grad()
+        loss_of(networks[1], step).backward()
+        optimizers[1].step()
+    for param, want in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
+        torch.testing.assert_close(param.float(), want, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("clean", [0, 7, 1000, 1003])
 def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) -> None:
     scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**10, scale_window=1000)
@@ -353,3 +399,35 @@ def test_backward_after_clipping_adds_to_the_clipped_gradients() -> None:
     clipped = weight.grad.clone()
     optimizer.backward(loss_of(model, 1))
     torch.testing.assert_close(weight.grad, alone + clipped)
+
+
+def test_gradients_that_an_overlapped_optimizer_still_averages_are_awaited() -> None:
+    model = net()
+    optimizer = wrap(model, static_loss_scale=16.0)
+    averaged = [torch.full_like(p, 32.0) for p in model.parameters()]
+
+    class Holder:
+        def synchronize(self) -> None:
+            for param, grad in zip(model.parameters(), averaged, strict=True):
+                param.grad.copy_(grad)
+
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    holder = Holder()
+    pending.holders.add(holder)
+    optimizer.update_master_grads()
+    for grad in optimizer.inspect_master_grad_data()[0]:
+        assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_sparse_gradients_of_an_embedding_are_unscaled(to_none: bool) -> None:
+    model = nn.Embedding(5, 2, sparse=True).half()
+    before = model.weight.detach().clone()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=8.0)
+    for _ in range(2):
+        optimizer.zero_grad(to_none)
+        optimizer.backward(model(torch.tensor([1, 1, 3])).float().sum())
+        assert optimizer.inspect_master_grad_data()[0][0].is_sparse
+        optimizer.step()
+    moved = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0])[:, None].expand(5, 2)
+    torch.testing.assert_close(before - model.weight, moved.half(), rtol=0, atol=2e-3)

@@ -76,6 +76,34 @@ def test_function_value_and_gradients_are_those_of_float64(
         assert tensor.grad.dtype == tensor.dtype
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_mixed_variants_round_the_result_and_not_the_input(
+    weight_dtype: torch.dtype, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    for values in (torch.randn(5, *SHAPE) * 1e5, 1000 + torch.randn(5, *SHAPE)):
+        for kind, reference in (("Layer", layer_norm), ("RMS", rms_norm)):
+            x = values.clone().requires_grad_()
+            norm = getattr(module, f"MixedFused{kind}Norm")(SHAPE, eps=1e-5).to(weight_dtype)
+            wide = x.detach().double().requires_grad_()
+            affine = [param.detach().double() for param in norm.parameters()]
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                result = norm(x)
+            expected = reference(wide, *affine, 1e-5)
+            assert result.dtype == weight_dtype
+            assert torch.allclose(
+                result.double(), expected, rtol=DTYPES[weight_dtype] / 4, atol=1e-3
+            )
+            direction = torch.randn(5, *SHAPE, dtype=torch.float64).to(weight_dtype)
+            result.backward(direction)
+            expected.backward(direction.double())
+            assert x.grad.dtype == torch.float32 and norm.weight.grad.dtype == weight_dtype
+            torch.testing.assert_close(
+                x.grad.double(), wide.grad, rtol=1e-3, atol=1e-3 * wide.grad.abs().max().item()
+            )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.float16], ids=str)
 def test_manual_rms_norm_computes_in_float32_and_follows_the_weight(

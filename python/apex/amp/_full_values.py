@@ -248,13 +248,16 @@ def _load_full(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: 
         loaded = state.get(prefix + name)
         if not isinstance(loaded, torch.Tensor) or not is_low_precision(parameter):
             continue
-        if loaded.shape != parameter.shape or not loaded.is_floating_point():
+        if loaded.shape != parameter.shape or not loaded.is_floating_point() or loaded.is_meta:
             continue
-        value = loaded.detach().to(parameter.device, torch.float32, copy=True)
-        if parameter.requires_grad or parameter in _records:
+        # On the CPU, because the model may never be trained.
+        value = loaded.detach().to("cpu", torch.float32, copy=True)
+        if (
+            parameter.requires_grad
+            or parameter in _records
+            or not torch.equal(value.to(parameter.dtype).float(), value)
+        ):
             remember(parameter, value)
-        elif not torch.equal(value.to(parameter.dtype).float(), value):
-            remember(parameter, value.cpu())  # on the CPU, because the model may never be trained
 
 
 def _refuse_assign(

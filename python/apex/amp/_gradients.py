@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .._internal.dtypes import is_low_precision
+from ..multi_tensor_apply._operations import wide_copies
 
 
 def accumulate(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -68,10 +69,7 @@ def as_float32(grads: list[torch.Tensor]) -> list[torch.Tensor]:
             grad.float().coalesce() if grad.is_sparse else grad.to(torch.float32, copy=True)
             for grad in grads
         ]
-    copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-    if grads:
-        torch._foreach_copy_(copies, grads)
-    return copies
+    return wide_copies(grads, torch.float32)
 
 
 def round_to_grads(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:

@@ -62,7 +62,11 @@ class AmpHandle:
             for kind in self.device_types
         }
         self._autocast_cache_before = torch.is_autocast_cache_enabled()
-        install(self, self._patches)
+        try:
+            install(self, self._patches)
+        except Exception:
+            self._patches.restore()
+            raise
         for kind in self.device_types:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, True)

@@ -159,15 +159,21 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
             raise TypeError(
                 f"amp.initialize takes torch optimizers, not {type(optimizer).__name__}."
             )
-    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+    again = any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers)
+    if again or len(set(map(id, optimizers))) != len(optimizers):
         raise RuntimeError(
             "An optimizer was passed to amp.initialize twice; pass each optimizer once."
         )
 
 
-def _remember_values(params: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _remember_values(params: list[torch.Tensor], trained: set[int]) -> dict[int, torch.Tensor]:
+    """Float32 copies. On the CPU if no optimizer has the parameter, which may never be trained."""
     return {
-        id(param): param.detach().to(torch.float32, copy=True)
+        id(param): param.detach().to(
+            param.device if id(param) in trained or param.is_meta else "cpu",
+            torch.float32,
+            copy=True,
+        )
         for param in params
         if param.requires_grad and param.dtype in (torch.float32, torch.float64)
     }
@@ -208,9 +214,10 @@ def _cast_models(
         keep = properties.master_weights and not several_ranks()
         # Parameters of models too, because an optimizer may get them later.
         every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        trained = set(map(id, every))
         every += [p for model in models for p in model.parameters()]
         params = list({id(param): param for param in every}.values())
-        values = _remember_values(params) if keep else {}
+        values = _remember_values(params, trained) if keep else {}
         for model in models:
             _cast_model(model, properties)
         for param in params:
@@ -237,10 +244,6 @@ def setup(
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:
-        if hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                "An optimizer was passed to amp.initialize twice; pass each optimizer once."
-            )
         if getattr(optimizer, "reduces_into_shards", False):
             raise ValueError(
                 "amp searches all gradients for infinities, and with reduce_scatter=True a rank "
@@ -262,11 +265,6 @@ def setup(
     ]
     for scaler in loss_scalers:
         scaler.overflow_group = overflow_group
-    _cast_models(models, optimizers, properties)
-    _amp_state.latest_scalers = loss_scalers
-    _amp_state.adopt(*optimizers)
-    for optimizer in optimizers:
-        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)
     if properties.patch_torch_functions:
         init(
             verbose=_amp_state.verbosity >= 2,
@@ -275,3 +273,8 @@ def setup(
         )
     elif _amp_state.handle is not None:
         _amp_state.handle._deactivate()
+    _cast_models(models, optimizers, properties)
+    _amp_state.latest_scalers = loss_scalers
+    _amp_state.adopt(*optimizers)
+    for optimizer in optimizers:
+        process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)

@@ -39,7 +39,7 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
     if stash.already_patched:
         return
 
-    def skip_step(self: Any, closure: Any = None) -> Any:
+    def skip_step(self: Any, closure: Any = None, **kwargs: Any) -> Any:
         if closure is not None:
             raise RuntimeError(
                 "optimizer.step(closure) cannot be skipped after a gradient overflow; call "
@@ -50,7 +50,7 @@ def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> 
         stash.follow_discarded()
         stash.follow_discarded_overflow()
         if not stash.already_patched:
-            return self.step()
+            return self.step(**kwargs)
         maybe_print(
             f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to "
             f"{scaler.loss_scale()}"

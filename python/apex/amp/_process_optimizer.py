@@ -54,7 +54,7 @@ def _inside_step(closure: Callable[[], Any], stash: OptimizerStash) -> Callable[
 def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
     inner = optimizer.step
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if closure is not None and stash.master_weights:
             raise RuntimeError(
                 "optimizer.step(closure) is not supported with amp's master weights: the closure "
@@ -67,9 +67,10 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
             stash.refuse_scaled_by_others([stash])
             check_deferred(stash)
             if stash.already_patched:
-                return self.step()
+                return self.step(**kwargs)
             stash.follow_discarded(only_seen=True)
-        call = inner if closure is None else functools.partial(inner, _inside_step(closure, stash))
+        given = () if closure is None else (_inside_step(closure, stash),)
+        call = functools.partial(inner, *given, **kwargs)
         stash.follow_model()
         skip, stash.skip_flag = stash.skip_flag, None
         try:
@@ -91,17 +92,30 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
 
 def _hook_zero_grad(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
     inner = optimizer.zero_grad
-    takes_argument = bool(inspect.signature(inner).parameters)
+    signature = inspect.signature(inner)
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         stash.lazy_init()
-        if takes_argument:
-            inner(set_to_none)
-        else:
-            inner()
-        stash.zero_grad(set_to_none)
+        inner(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        set_to_none = {**given.arguments, **kwargs}.get("set_to_none")
+        stash.zero_grad(_sets_to_none(self) if set_to_none is None else set_to_none)
 
+    # Accelerate looks for set_to_none in it.
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [own, *signature.parameters.values()]
+    zero_grad.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _sets_to_none(optimizer: Any) -> bool:
+    """Whether ``zero_grad()`` sets gradients to None if neither argument nor default says so."""
+    while optimizer is not None:
+        if hasattr(optimizer, "set_grad_none"):
+            return bool(optimizer.set_grad_none)
+        optimizer = getattr(optimizer, "optim", None)
+    return True
 
 
 def _hook_add_param_group(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
@@ -225,14 +239,10 @@ def process_optimizer(
     ``load_state_dict``, so parameters may still be moved to another device before that.
 
     Raises:
-        RuntimeError: `optimizer` was processed already, or cannot have master weights.
+        RuntimeError: `optimizer` cannot have master weights.
     """
     if master_weights:
         refuse_master_weights(optimizer)
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError(
-            "An optimizer was passed to amp.initialize twice; pass each optimizer once."
-        )
     _complete(optimizer)
     stash = OptimizerStash(optimizer, master_weights, scalers)
     hooked: Any = optimizer

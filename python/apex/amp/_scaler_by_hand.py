@@ -13,6 +13,9 @@ from torch import Tensor
 from .. import _core
 from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
 
+#: Below it, 1/scale is infinite in float32, and gradients become nan.
+SMALLEST = torch.finfo(torch.float32).tiny
+
 
 class ScalerByHand:
     """The part of :class:`~apex.amp.scaler.LossScaler` that has the internal names of Apex's.
@@ -134,6 +137,19 @@ class ScalerByHand:
         if value:
             self._note_overflow(self._new_flag() + 1)
 
+    def _set_option(self, name: str, value: Any) -> None:
+        options = {**self._policy_options, name: value}
+        if options["max_scale"] is not None:
+            options["init_scale"] = min(options["init_scale"], options["max_scale"])
+        changed = _core.LossScaler(**options)
+        changed.set_scale(self._policy.get_scale())
+        changed.set_growth_tracker(
+            min(self._policy.growth_tracker(), options["growth_interval"] - 1)
+        )
+        found = self._policy.found_inf()
+        self._policy, self._policy_options = changed, options
+        self._note_overflow(found)
+
     @property
     def _scale_seq_len(self) -> int:
         """The number of consecutive clean updates after which the scale grows."""
@@ -142,10 +158,24 @@ class ScalerByHand:
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        scale, clean = self._policy.scale_tensor(), self._policy.growth_tracker()
-        found = self._policy.found_inf()
-        self._policy_options["growth_interval"] = int(value)
-        self._policy = _core.LossScaler(**self._policy_options)
-        self._policy.set_scale(scale.item())
-        self._policy.set_growth_tracker(min(clean, int(value) - 1))
-        self._note_overflow(found)
+        self._set_option("growth_interval", int(value))
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        """The lower bound of a dynamic scale, from its next update on."""
+        lowest: float = self._policy_options["min_scale"]
+        return None if lowest == SMALLEST else lowest
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._set_option("min_scale", SMALLEST if value is None else value)
+
+    @property
+    def _max_loss_scale(self) -> float | None:
+        """The upper bound of a dynamic scale, from its next update on. A static scale has none."""
+        highest: float | None = self._policy_options["max_scale"]
+        return highest
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._set_option("max_scale", value if self.dynamic else None)

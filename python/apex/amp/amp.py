@@ -11,7 +11,7 @@ import torch
 
 from ._amp_state import _amp_state
 from ._handle import AmpHandle, NoOpHandle
-from .patch import Function, wrap_float32, wrap_low_precision, wrap_promote
+from .patch import Function, PatchSet, wrap_float32, wrap_low_precision, wrap_promote
 
 Wrap = Callable[[AmpHandle, Function], Function]
 
@@ -51,6 +51,9 @@ def promote_function(fn: Function) -> Function:
 def _register(module: Any, name: str, wrap: Wrap) -> None:
     if not hasattr(module, name):
         raise ValueError(f"{module} has no function named {name!r} to register with amp.")
+    trial = PatchSet()
+    trial.replace(module, name, lambda function: function)  # raises here, not in initialize
+    trial.restore()
     _registry.append((module, name, wrap))
 
 
@@ -59,6 +62,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: `module` has no such attribute.
+        TypeError: the attribute cannot be replaced, for example on a built-in class.
     """
     _register(module, name, wrap_low_precision)
 
@@ -68,6 +72,7 @@ def register_float_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: `module` has no such attribute.
+        TypeError: the attribute cannot be replaced, for example on a built-in class.
     """
     _register(module, name, wrap_float32)
 
@@ -77,6 +82,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: `module` has no such attribute.
+        TypeError: the attribute cannot be replaced, for example on a built-in class.
     """
     _register(module, name, wrap_promote)
 

@@ -70,7 +70,9 @@ class CastCache:
             ):
                 return copy
         copy = parameter.to(dtype)
-        self._entries[id(parameter)] = (parameter, version, address, copy)
+        # Inside torch.func.functionalize or FakeTensorMode, it is of no use outside.
+        if copy.requires_grad and type(copy) is torch.Tensor:
+            self._entries[id(parameter)] = (parameter, version, address, copy)
         return copy
 
 

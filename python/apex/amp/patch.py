@@ -47,8 +47,8 @@ class PatchSet:
         else:
             new = wrap(getattr(namespace, name))
         own = vars(namespace).get(name, _MISSING)
-        self._replaced.append((namespace, name, own))
         setattr(namespace, name, new)
+        self._replaced.append((namespace, name, own))
 
     def restore(self) -> None:
         """Undo all replacements in reverse order. Further calls do nothing."""

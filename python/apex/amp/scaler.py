@@ -16,9 +16,7 @@ import torch
 from .. import _core
 from .._internal import joining
 from .._internal.group_names import name_of
-from ._scaler_by_hand import ScalerByHand
-
-_SMALLEST = torch.finfo(torch.float32).tiny
+from ._scaler_by_hand import SMALLEST, ScalerByHand
 
 
 def _real(grad: torch.Tensor) -> torch.Tensor:
@@ -86,15 +84,12 @@ class LossScaler(ScalerByHand):
             "growth_factor": scale_factor,
             "backoff_factor": 1.0 / scale_factor,
             "growth_interval": scale_window,
-            # Below it, 1/scale is infinite in float32, and gradients become nan.
-            "min_scale": _SMALLEST if min_loss_scale is None else min_loss_scale,
+            "min_scale": SMALLEST if min_loss_scale is None else min_loss_scale,
             "max_scale": max_loss_scale if self.dynamic else None,
         }
         self._policy = _core.LossScaler(**self._policy_options)
         self._static = None if self.dynamic else first
         self._scale_factor = scale_factor
-        self._min_loss_scale = min_loss_scale
-        self._max_loss_scale = max_loss_scale
         #: Counts changes of the scale, to identify the scale of gradients that were left scaled.
         self._generation = 0
         #: The number of open scale_loss contexts, and the optimizers whose overflow the outermost
@@ -147,10 +142,10 @@ class LossScaler(ScalerByHand):
         return self._policy.scale_tensor()
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply `grads` by 1/scale in place. If dynamic, record inf or nan in them.
+        """Multiply `grads` by 1/scale, rounded to float32, in place.
 
-        Floating-point and complex dtypes and devices may be mixed. Sparse COO gradients must be
-        coalesced. Does not block.
+        If the scale is dynamic, record inf or nan in them. Floating-point and complex dtypes and
+        devices may be mixed. Sparse COO gradients must be coalesced. Does not block.
 
         Raises:
             ValueError: a gradient of integers, or a sparse one that is not coalesced.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._internal import pending
 from .._internal.dtypes import is_low_precision
 from .._internal.refused import KeepsMasterWeights
 from ..amp._amp_state import is_rank_zero
@@ -52,15 +53,9 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     ) -> None:
         self.optimizer = init_optimizer
         self.verbose = verbose
-        #: Low-precision parameters, their masters, and float32 parameters; one list per group.
-        self.fp16_groups: list[list[torch.Tensor]] = []
-        self.fp32_from_fp16_groups: list[list[torch.Tensor]] = []
-        self.fp32_from_fp32_groups: list[list[torch.Tensor]] = []
-        for group in self.optimizer.param_groups:
-            self._make_masters(group["params"])
-        self.all_fp16_params = [p for group in self.fp16_groups for p in group]
-        self.all_fp32_from_fp16_params = [p for group in self.fp32_from_fp16_groups for p in group]
-        self.all_fp32_from_fp32_params = [p for group in self.fp32_from_fp32_groups for p in group]
+        self.all_fp16_params: list[torch.Tensor] = []
+        self.all_fp32_from_fp16_params: list[torch.Tensor] = []
+        self._collect()
         self.dynamic_loss_scale = dynamic_loss_scale
         if dynamic_loss_scale:
             self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
@@ -80,31 +75,50 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         self._scaled_by: tuple[int, torch.Tensor] | None = None
         self.clip_grad_norm = clip_grad_norm
 
-    def _make_masters(self, params: list[torch.Tensor]) -> None:
-        fp16: list[torch.Tensor] = []
-        masters: list[torch.Tensor] = []
-        fp32: list[torch.Tensor] = []
+    def _collect(self) -> None:
+        """Read ``param_groups`` again, and create masters for new low-precision parameters.
+
+        Parameters may be unfrozen, or added to the wrapped optimizer, after construction.
+        """
+        model_of = dict(
+            zip(map(id, self.all_fp32_from_fp16_params), self.all_fp16_params, strict=True)
+        )
+        #: Low-precision parameters, their masters, and float32 parameters; one list per group.
+        self.fp16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[torch.Tensor]] = []
+        for group in self.optimizer.param_groups:
+            fp16: list[torch.Tensor] = []
+            masters: list[torch.Tensor] = []
+            fp32: list[torch.Tensor] = []
+            params = group["params"]
+            for index, param in enumerate(params):
+                if not param.requires_grad and param.grad is None:
+                    continue
+                model = model_of.get(id(param))
+                if model is None and is_low_precision(param):
+                    model, params[index] = param, self._make_master(param)
+                if model is None:
+                    fp32.append(param)
+                else:
+                    fp16.append(model)
+                    masters.append(params[index])
+            self.fp16_groups.append(fp16)
+            self.fp32_from_fp16_groups.append(masters)
+            self.fp32_from_fp32_groups.append(fp32)
+        self.all_fp16_params = [p for group in self.fp16_groups for p in group]
+        self.all_fp32_from_fp16_params = [p for group in self.fp32_from_fp16_groups for p in group]
+        self.all_fp32_from_fp32_params = [p for group in self.fp32_from_fp32_groups for p in group]
+
+    def _make_master(self, param: torch.Tensor) -> torch.Tensor:
+        master = torch.nn.Parameter(param.detach().float().clone())
         state = self.optimizer.state
-        for index, param in enumerate(params):
-            if not param.requires_grad:
-                continue
-            if not is_low_precision(param):
-                fp32.append(param)
-                continue
-            master = torch.nn.Parameter(param.detach().float().clone())
-            params[index] = master
-            fp16.append(param)
-            masters.append(master)
-            if param in state:
-                state[master] = {
-                    key: value.float()
-                    if torch.is_tensor(value) and is_low_precision(value)
-                    else value
-                    for key, value in state.pop(param).items()
-                }
-        self.fp16_groups.append(fp16)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(fp32)
+        if param in state:
+            state[master] = {
+                key: value.float() if torch.is_tensor(value) and is_low_precision(value) else value
+                for key, value in state.pop(param).items()
+            }
+        return master
 
     def _print(self, message: str) -> None:
         if self.verbose and is_rank_zero():
@@ -137,17 +151,24 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         if update_master_grads:
             self.update_master_grads()
 
+    def _scale_ratio(self) -> torch.Tensor | None:
+        """The current scale divided by that of the model's gradients; None if it has not changed
+        since :meth:`backward`."""
+        if self._scaled_by is None or self._scaled_by[0] == self.loss_scaler._generation:
+            return None
+        return self.loss_scaler.scale_tensor().to(self._scaled_by[1].device) / self._scaled_by[1]
+
     @torch.no_grad()
     def _match_scale(self) -> None:
         """Convert the gradients of earlier backward passes to the current scale."""
-        scaler = self.loss_scaler
-        present, scale = scaler._generation, scaler.scale_tensor()
-        if self._scaled_by is not None and self._scaled_by[0] != present:
-            ratio = scale.to(self._scaled_by[1].device) / self._scaled_by[1]
+        pending.complete()
+        self._collect()
+        ratio, scale = self._scale_ratio(), self.loss_scaler.scale_tensor()
+        if ratio is not None:
             earlier = {id(param) for param, _, _ in self._unscaled}
             scaled = [p for p in self.all_fp32_from_fp32_params if id(p) not in earlier]
             multiply_(values_of(self.all_fp16_params + scaled), ratio)
-        self._scaled_by = present, scale.clone()
+        self._scaled_by = self.loss_scaler._generation, scale.clone()
         multiply_(values_of([p for p, grad, _ in self._unscaled if p.grad is grad]), scale)
         self._unscaled = []
 
@@ -159,6 +180,8 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         Until the first step, the masters take values written into the model's parameters, for
         example by a broadcast.
         """
+        pending.complete()  # gradients of an OverlappedOptimizer, which are read below
+        self._collect()
         if self._masters_follow:
             for master, param in zip(
                 self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True
@@ -169,7 +192,11 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
             id(p) for p, grad, then in self._unscaled if p.grad is grad and grad._version == then
         }
         params = [p for p in self.all_fp32_from_fp32_params if id(p) not in done]
-        self.loss_scaler.unscale_(values_of(self.all_fp32_from_fp16_params + params))
+        grads = values_of(self.all_fp32_from_fp16_params + params)
+        ratio = self._scale_ratio()
+        if ratio is not None:
+            multiply_(grads, ratio)
+        self.loss_scaler.unscale_(grads)
         self._unscaled = [
             (param, param.grad, param.grad._version)
             for param in self.all_fp32_from_fp32_params
@@ -271,6 +298,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         Raises:
             ValueError: the masters of `state_dict` do not match this optimizer's.
         """
+        self._collect()
         saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
         current = self.all_fp32_from_fp16_params
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in current]:

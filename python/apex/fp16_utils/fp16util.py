@@ -118,6 +118,9 @@ def model_grads_to_master_grads(
         if param.grad is None:
             master.grad = None
             continue
+        if param.grad.is_sparse:
+            master.grad = param.grad.float().coalesce()
+            continue
         if master.grad is None:
             master.grad = torch.empty_like(master)
         targets.append(master.grad)

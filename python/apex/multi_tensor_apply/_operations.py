@@ -5,7 +5,8 @@ Every function takes `chunk_size`, which is ignored, `overflow_buf`, a tensor of
 None, and `tensor_lists`, lists of equal length. The lists may have any dtypes. Float64 tensors are
 computed in float64, all others in float32. `overflow_buf` is set to 1 if an input value is inf or
 nan, and is never cleared; the results are written in any case. No function copies to the host, and
-autograd records nothing. Not thread safe.
+autograd records nothing. Tensors at one index have the same number of elements, and may differ in
+shape. Not thread safe.
 """
 
 from __future__ import annotations
@@ -55,10 +56,18 @@ def _by_kind(lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
     return list(parts.values())
 
 
-def _wide(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def wide_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """New tensors of `dtype`, by one multi-tensor operation."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))
     return copies
+
+
+def _wide(tensors: list[Tensor], dtype: torch.dtype, targets: list[Tensor]) -> list[Tensor]:
+    """Copies in the shapes of `targets`. Apex's kernels read memory and ignore shapes."""
+    copies = wide_copies(tensors, dtype)
+    return [copy.reshape(target.shape) for copy, target in zip(copies, targets, strict=True)]
 
 
 def _note_non_finite(overflow_buf: Tensor | None, tensors: list[Tensor]) -> None:
@@ -91,7 +100,7 @@ def multi_tensor_scale(
     for sources, targets in _by_kind(lists):
         dtype = _wide_type(sources[0], targets[0])
         _note_non_finite(overflow_buf, sources)
-        values = _wide(sources, dtype)
+        values = _wide(sources, dtype, targets)
         torch._foreach_mul_(values, _factor(scale, values[0].device, dtype))
         torch._foreach_copy_(targets, values)
 
@@ -119,7 +128,7 @@ def multi_tensor_axpby(
             _note_non_finite(overflow_buf, firsts)
         if arg_to_check != 0:
             _note_non_finite(overflow_buf, seconds)
-        values, others = _wide(firsts, dtype), _wide(seconds, dtype)
+        values, others = (_wide(members, dtype, targets) for members in (firsts, seconds))
         torch._foreach_mul_(values, _factor(a, values[0].device, dtype))
         torch._foreach_mul_(others, _factor(b, values[0].device, dtype))
         torch._foreach_add_(values, others)

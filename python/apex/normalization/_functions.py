@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,14 @@ def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
+def _wider(input: Tensor, weight: Tensor) -> Tensor:
+    return input.to(torch.promote_types(input.dtype, weight.dtype))
+
+
 def fused_layer_norm_affine(
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     normalized_shape: int | Sequence[int],
     eps: float = 1e-6,
     memory_efficient: bool = False,
@@ -48,8 +53,7 @@ def fused_layer_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """:func:`fused_layer_norm_affine` without weight and bias."""
-    del memory_efficient
-    return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
+    return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -60,17 +64,21 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_layer_norm_affine` with a result in the dtype of `weight`."""
-    return fused_layer_norm_affine(
-        input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient
+    """:func:`fused_layer_norm_affine` with a result in the dtype of `weight`.
+
+    It is computed in the wider dtype of `input` and `weight`, and rounded once.
+    """
+    result = fused_layer_norm_affine(
+        _wider(input, weight), weight, bias, normalized_shape, eps, memory_efficient
     )
+    return result.to(weight.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     """``torch.nn.functional.rms_norm`` of `input`, ``[*, *normalized_shape]``.
@@ -85,25 +93,28 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
-    del memory_efficient
-    return functional.rms_norm(input, _shape(normalized_shape), None, eps)
+    return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor,
     weight: Tensor,
     normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_rms_norm_affine` with a result in the dtype of `weight`."""
-    return fused_rms_norm_affine(
-        input.to(weight.dtype), weight, normalized_shape, eps, memory_efficient
+    """:func:`fused_rms_norm_affine` with a result in the dtype of `weight`.
+
+    It is computed in the wider dtype of `input` and `weight`, and rounded once.
+    """
+    result = fused_rms_norm_affine(
+        _wider(input, weight), weight, normalized_shape, eps, memory_efficient
     )
+    return result.to(weight.dtype)
 
 
 def manual_rms_norm(
@@ -124,37 +135,18 @@ def manual_rms_norm(
     return weight * normalized
 
 
-class FusedLayerNormAffineFunction:
-    """For code that calls ``FusedLayerNormAffineFunction.apply``. Not an autograd function."""
-
-    apply = staticmethod(fused_layer_norm_affine)
-
-
-class FusedLayerNormAffineMixedDtypesFunction:
-    """For code that calls its ``apply``. Not an autograd function."""
-
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+def _with_apply(name: str, function: Callable[..., Tensor]) -> Any:
+    """A class for code that calls the ``apply`` of Apex's autograd function of this name."""
+    return type(name, (), {"apply": staticmethod(function), "__doc__": "Not an autograd function."})
 
 
-class FusedLayerNormFunction:
-    """For code that calls its ``apply``. Not an autograd function."""
-
-    apply = staticmethod(fused_layer_norm)
-
-
-class FusedRMSNormAffineFunction:
-    """For code that calls its ``apply``. Not an autograd function."""
-
-    apply = staticmethod(fused_rms_norm_affine)
-
-
-class FusedRMSNormAffineMixedDtypesFunction:
-    """For code that calls its ``apply``. Not an autograd function."""
-
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
-
-
-class FusedRMSNormFunction:
-    """For code that calls its ``apply``. Not an autograd function."""
-
-    apply = staticmethod(fused_rms_norm)
+FusedLayerNormAffineFunction = _with_apply("FusedLayerNormAffineFunction", fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = _with_apply(
+    "FusedLayerNormAffineMixedDtypesFunction", mixed_dtype_fused_layer_norm_affine
+)
+FusedLayerNormFunction = _with_apply("FusedLayerNormFunction", fused_layer_norm)
+FusedRMSNormAffineFunction = _with_apply("FusedRMSNormAffineFunction", fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = _with_apply(
+    "FusedRMSNormAffineMixedDtypesFunction", mixed_dtype_fused_rms_norm_affine
+)
+FusedRMSNormFunction = _with_apply("FusedRMSNormFunction", fused_rms_norm)

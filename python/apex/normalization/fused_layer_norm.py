@@ -82,37 +82,33 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _Mixed(torch.nn.Module):
+    def __init__(
+        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        if not kwargs.pop("elementwise_affine", True):
+            raise ValueError(
+                "The mixed variants return the dtype of their weight, so elementwise_affine must "
+                "be True; without a weight use FusedLayerNorm or FusedRMSNorm."
+            )
+        super().__init__(normalized_shape, eps=eps, **kwargs)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """:class:`FusedLayerNorm` whose output has the dtype of its weight, for any input dtype."""
 
-    def __init__(
-        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
-    ) -> None:
-        _require_affine(kwargs)
-        super().__init__(normalized_shape, eps=eps, **kwargs)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize `input` in the dtype of the weight."""
-        return super().forward(input.to(self.weight.dtype))
+        """Normalize `input` in its dtype or the weight's, whichever is wider."""
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps
+        )
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """:class:`FusedRMSNorm` whose output has the dtype of its weight, for any input dtype."""
 
-    def __init__(
-        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-5, **kwargs: Any
-    ) -> None:
-        _require_affine(kwargs)
-        super().__init__(normalized_shape, eps=eps, **kwargs)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize `input` in the dtype of the weight."""
-        return super().forward(input.to(self.weight.dtype))
-
-
-def _require_affine(kwargs: dict[str, Any]) -> None:
-    if not kwargs.pop("elementwise_affine", True):
-        raise ValueError(
-            "The mixed variants return the dtype of their weight, so elementwise_affine must be "
-            "True; without a weight use FusedLayerNorm or FusedRMSNorm."
+        """Normalize `input` in its dtype or the weight's, whichever is wider."""
+        return mixed_dtype_fused_rms_norm_affine(
+            input, self.weight, self.normalized_shape, self.eps
         )

@@ -72,9 +72,9 @@ class LARC(WrappedOptimizer):
         self.__dict__.update(state)
         super().__setstate__({})
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optim.zero_grad(set_to_none)
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, by default as the wrapped optimizer does."""
+        self.optim.zero_grad(*(() if set_to_none is None else (set_to_none,)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""

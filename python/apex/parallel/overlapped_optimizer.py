@@ -175,7 +175,7 @@ class OverlappedOptimizer(WrappedOptimizer):
         self._called: set[nn.Module] = set()
         # by the number of the engine's reducer
         self._waits: tuple[int, dict[nn.Module, list[int]]] = (0, {})
-        self._handles = list(self._hook_modules(model.module))
+        self._hook_modules(model.module)
         pending.holders.add(self)
 
     # --- waiting, module by module ---
@@ -184,12 +184,12 @@ class OverlappedOptimizer(WrappedOptimizer):
     # nn.MultiheadAttention. Before anything is in flight, called modules are recorded. The
     # parameters of other modules are waited for by their nearest ancestor that is called.
 
-    def _hook_modules(self, module: nn.Module) -> Iterator[Any]:
-        yield module.register_forward_pre_hook(_Hook(self), prepend=True)
-        yield module.register_state_dict_pre_hook(_StateHook(self))
+    def _hook_modules(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_Hook(self), prepend=True)
+        module.register_state_dict_pre_hook(_StateHook(self))
         if not hasattr(module, "_orig_mod"):  # compiled modules are waited for as a whole
             for child in module.children():
-                yield from self._hook_modules(child)
+                self._hook_modules(child)
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._waits[0] != self._engine.made and not self._assigned(module):
@@ -313,8 +313,10 @@ class OverlappedOptimizer(WrappedOptimizer):
         self._update(everything - waiting, None)
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients. Gradients that an update still needs are cleared after it."""
+        if set_to_none is None:
+            set_to_none = all(getattr(o, "set_grad_none", True) for o in _nested(self.optim))
         waiting, later = self._in_flight(), self._later
         if waiting and later is None:  # without a step(), no update needs them
             self.synchronize()
