@@ -169,7 +169,9 @@ class LossScaler(ScalerByHand):
             return 1
         return distributed.get_world_size(group)
 
-    def synchronize(self, group: Any = None, has_loss: bool = True) -> None:
+    def synchronize(
+        self, group: Any = None, has_loss: bool = True, device: torch.device | None = None
+    ) -> None:
         """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
 
         For a dynamic scaler, one all-reduce of two numbers per rank. No communication for a static
@@ -182,6 +184,7 @@ class LossScaler(ScalerByHand):
         Args:
             group: see above.
             has_loss: False if this rank has scaled no loss; it participates and keeps its scale.
+            device: that of the other ranks' losses, if this rank has none; default: the scale's.
         """
         if self.ranks(group) < 2:
             return
@@ -193,7 +196,7 @@ class LossScaler(ScalerByHand):
         self._take_buffer()
         scale = self._policy.scale_tensor()
         # Each rank fills its own row and leaves the others zero. A scale is positive.
-        rows = torch.zeros(distributed.get_world_size(group), 2, device=scale.device)
+        rows = torch.zeros(distributed.get_world_size(group), 2, device=device or scale.device)
         if has_loss:
             mine = rows[distributed.get_rank(group)]
             mine[:1].copy_(self._policy.found_inf())

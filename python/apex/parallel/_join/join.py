@@ -137,7 +137,7 @@ class Join:
             self._shadow_forward(bool(argument), event.active[0])
         elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
             scaler = self._all_scalers()[-1 - argument]
-            scaler.synchronize(scaler.overflow_group, has_loss=False)
+            scaler.synchronize(scaler.overflow_group, False, self._engine.device)
             scaler.clear_overflow_state()  # discard them: the scaler gets a state at the end
         elif kind == Kind.CUSTOM:
             _shadow_batch_norm(argument // 4, argument % 4, self._engine.device)
