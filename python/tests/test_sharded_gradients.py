@@ -53,6 +53,7 @@ class _Net(nn.Module):
         self.shared = nn.Linear(width, width, dtype=dtype)
         self.frozen = nn.Linear(3, 3, dtype=dtype).requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(5, dtype=dtype))
+        self.empty = nn.Parameter(torch.ones(0, dtype=torch.float16))  # a bucket of its own
         self.phase = nn.Parameter(
             torch.ones(width, dtype=dtype if dtype == torch.bfloat16 else dtype.to_complex())
         )
@@ -62,6 +63,7 @@ class _Net(nn.Module):
         if seldom:
             y = y + self.seldom(y)
         y = self.shared(torch.tanh(self.shared(y)))
+        y = y + self.empty.sum()
         return y * (self.phase.real + (self.phase.imag if self.phase.is_complex() else 0))
 
 
@@ -149,7 +151,7 @@ def _run_case(rank: int, world: int, seed: int) -> None:
             if p.grad is None:
                 check(not touched[i], f"{what}: no gradient")
                 continue
-            if not touched[i]:
+            if not touched[i] or p.numel() == 0:
                 check(bool((p.grad.nan_to_num() == 0).all()), f"{what}: a gradient of no rank")
                 continue
             mine = _own(optimizer, p)
@@ -371,11 +373,16 @@ def _lives(rank: int, world: int) -> None:
     gc.collect()
     optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp,
                                  reduce_scatter=True)  # fmt: skip
+    kept = [optimizer] if rank == 0 else []  # collected on one rank only
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp,
+                                 reduce_scatter=True, whole_parameters=True)  # fmt: skip
     for step in range(3):
         optimizer.zero_grad()
         _backward(ddp, rank, step)
         optimizer.step()
     check_same_on_all_ranks([p.detach() for p in ddp.parameters()], "a second optimizer")
+    check(not any(p.isnan().any() for p in ddp.parameters()), "a second optimizer")
+    del kept
 
 
 def test_reduce_scatter_copies_and_deleted_optimizers(ranks: RankPool) -> None:
@@ -421,8 +428,23 @@ def _clips(rank: int, world: int) -> None:
         torch.testing.assert_close(mine, norm)
         for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+    with ddp.join(), raises(RuntimeError, "under join() some have run out of data"):
+        optimizer.clip_grad_norm_(1.0)
     optimizer.zero_grad()
     check(optimizer.clip_grad_norm_(1.0).item() == 0, "the norm without gradients")
+    # Empty, too large for float16, and sparse on one rank: refused on all.
+    table = nn.Embedding(9, 3, sparse=True)
+    empty = nn.Parameter(torch.ones(0, dtype=torch.float16))
+    large = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = ShardedOptimizer([empty, large, table.weight], torch.optim.SGD, lr=0.1)
+    empty.grad, large.grad = torch.ones_like(empty), torch.full_like(large, 60000.0)
+    for norm_type in (2.0, float("inf")):
+        expected = large.grad.double().norm(norm_type)
+        norm = optimizer.clip_grad_norm_(1e9, norm_type)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    table(torch.tensor([1, 2])).sum().backward()
+    with raises(ValueError, "is sparse, and a sharded optimizer cannot step it"):
+        optimizer.clip_grad_norm_(1.0)
     net = _net()
     optimizer = ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1,
                                  shard_master_weights=True)  # fmt: skip

@@ -673,16 +673,25 @@ at::Tensor ParameterShards::total_norm(const std::vector<at::Tensor>& gradients,
   constexpr const char* kWhat = "total norm of gradients";
   const State& state = *state_;
   const at::NoGradGuard no_grad;
+  // All that may throw on this rank only comes before the collective, or does not throw.
+  for (const NamedTensor& parameter : state.parameters) state.refuse_sparse(parameter);
   const bool wide = std::any_of(
       state.parameters.begin(), state.parameters.end(), [](const NamedTensor& parameter) {
         return c10::toRealValueType(parameter.tensor.scalar_type()) == at::kDouble;
       });
-  at::TensorOptions options = at::TensorOptions().dtype(wide ? at::kDouble : at::kFloat);
+  const at::ScalarType dtype = wide ? at::kDouble : at::kFloat;
+  at::TensorOptions options = at::TensorOptions().dtype(dtype);
   if (!state.parameters.empty()) options = options.device(state.parameters[0].tensor.device());
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.numel() == 0) continue;  // has no infinity norm
+    const at::Tensor real = gradient.is_complex() ? at::view_as_real(gradient) : gradient;
+    values.push_back(real.scalar_type() == at::kDouble ? real.to(dtype) : real);
+  }
   const at::Tensor of_ranks = at::zeros({state.group->getSize()}, options);
-  if (!gradients.empty()) {
+  if (!values.empty()) {
     std::vector<at::Tensor> norms;
-    for (const at::Tensor& norm : at::_foreach_norm(gradients, norm_type))
+    for (const at::Tensor& norm : at::_foreach_norm(values, norm_type, dtype))
       norms.push_back(norm.to(options));
     const at::Tensor mine = at::linalg_vector_norm(at::stack(norms), norm_type);
     of_ranks[static_cast<int64_t>(state.rank)].copy_(mine);

@@ -47,13 +47,13 @@ class ShardHook final : public CommHook {
   bool may_chain() const override { return false; }
 
   bool has_finish(const GradientBucket& bucket) const override {
-    return world_ > 1 && bucket.buffer.is_cpu();
+    return is_exchanged(bucket) && bucket.buffer.is_cpu();
   }
 
   FuturePtr run(GradientBucket& bucket) override {
     const at::NoGradGuard no_grad;
     Exchange exchange = layout_of(bucket);
-    if (world_ == 1) return completed(bucket.buffer);
+    if (!is_exchanged(bucket)) return completed(bucket.buffer);
     if (bucket.buffer.is_cpu()) {
       FuturePtr future = exchange_on_cpu(exchange);
       exchanges_[bucket.index] = std::move(exchange);
@@ -90,6 +90,10 @@ class ShardHook final : public CommHook {
     at::Tensor received;  ///< on the CPU: [world, numels of this rank]
     at::Tensor own;       ///< the average of this rank's pieces, flat
   };
+
+  bool is_exchanged(const GradientBucket& bucket) const {
+    return world_ > 1 && bucket.buffer.numel() > 0;
+  }
 
   size_t rank() const { return static_cast<size_t>(group_->getRank()); }
   static int64_t numel_of(const Exchange& exchange, size_t rank) { return exchange.numels[rank]; }

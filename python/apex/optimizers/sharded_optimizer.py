@@ -534,9 +534,11 @@ class ShardedOptimizer(ShardedState):
             The norm before clipping, ``[]``, float32 or float64, the same on every rank.
 
         Raises:
+            ValueError: for a sparse gradient.
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or nan; if another
-                rank has ended or failed.
+                rank has ended or failed; under ``join()``.
         """
+        self._refuse_join()
         self._follow_groups()
         norm: Tensor = self._shares.total_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
@@ -571,6 +573,13 @@ class ShardedOptimizer(ShardedState):
 
         return step
 
+    def _refuse_join(self) -> None:
+        if joining.current() is not None:
+            raise RuntimeError(
+                "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
+                "of data: use the plain optimizer there."
+            )
+
     def _give_up(self, error: BaseException) -> None:
         self._failed = True
         self._shares.core.give_up(f"{type(error).__name__}: {error}")
@@ -596,11 +605,7 @@ class ShardedOptimizer(ShardedState):
             RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
         self._in_pre_hooks = False
-        if joining.current() is not None:
-            raise RuntimeError(
-                "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
-                "of data: use the plain optimizer there."
-            )
+        self._refuse_join()
         if self.__dict__.pop("found_inf", None) is not None:
             self.__dict__.pop("grad_scale")
             raise RuntimeError(

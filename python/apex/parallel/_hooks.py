@@ -73,7 +73,9 @@ class Hooks:
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
         held = self.comm_hook
         if isinstance(held, ShardHook) and isinstance(comm_hook, ShardHook):
-            comm_hook = ShardHook((*map(weakref.ref, held.living()), *comm_hook.shards))
+            # The newest first: an optimizer that replaces another one has its parameters, whether
+            # or not the old one was collected on this rank.
+            comm_hook = ShardHook((*comm_hook.shards, *map(weakref.ref, held.living())))
         elif held is not None and held != self._default:
             raise RuntimeError(
                 "a communication hook is already registered, and a wrapper can have only one."
