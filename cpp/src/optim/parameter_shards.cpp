@@ -7,7 +7,6 @@
 #include <map>
 #include <numeric>
 #include <random>
-#include <unordered_map>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -230,7 +229,7 @@ struct ParameterShards::State {
   std::vector<NamedTensor> parameters;
   Shards shards;
   /// Of each parameter, for comm_hook().
-  std::unordered_map<const c10::TensorImpl*, std::vector<PieceOfRank>> pieces;
+  std::shared_ptr<PiecesOfAll> pieces = std::make_shared<PiecesOfAll>();
   std::vector<at::Tensor> tensors;
   std::vector<Form> forms;         ///< of each parameter, when it was added
   std::vector<const void*> seen;   ///< last known address of each parameter
@@ -457,8 +456,9 @@ struct ParameterShards::State {
       for (ParameterPiece piece : added[r]) {
         piece.parameter += static_cast<int64_t>(before);
         shards[r].push_back(piece);
-        pieces[of(piece).unsafeGetTensorImpl()].push_back(
-            {static_cast<int64_t>(r), piece.begin, piece.end});
+        auto& known = (*pieces)[of(piece).unsafeGetTensorImpl()];
+        known.parameter = of(piece);
+        known.pieces.push_back({static_cast<int64_t>(r), piece.begin, piece.end});
         if (r != rank) continue;
         tensors.push_back(is_whole(piece, of(piece)) ? of(piece) : values(piece));
       }
@@ -574,7 +574,7 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  const std::vector<double>& costs, Cut cut,
                                  c10::intrusive_ptr<c10d::ProcessGroup> replicas)
-    : state_(std::make_shared<State>()) {
+    : state_(std::make_unique<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
   state_->rank = static_cast<size_t>(group->getRank());
   state_->shards.resize(static_cast<size_t>(group->getSize()));
@@ -606,7 +606,7 @@ const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_-
 std::shared_ptr<CommHook> ParameterShards::comm_hook(
     const std::vector<const ParameterShards*>& all,
     c10::intrusive_ptr<c10d::ProcessGroup> communicator) {
-  std::vector<std::weak_ptr<State>> states;
+  std::vector<std::shared_ptr<const PiecesOfAll>> pieces;
   for (const ParameterShards* const shards : all) {
     const State& state = *shards->state_;
     const auto& group = *state.group;
@@ -616,27 +616,9 @@ std::shared_ptr<CommHook> ParameterShards::comm_hook(
                             "a reduce-scatter of gradients needs an optimizer whose work is split "
                             "among all ranks of the reducer (across_hosts=True)");
     }
-    states.push_back(shards->state_);
+    pieces.push_back(state.pieces);
   }
-  return make_shard_hook(std::move(communicator), [states](const at::Tensor& parameter) {
-    bool complete = true;
-    for (const auto& weak : states) {
-      const auto state = weak.lock();
-      complete &= state != nullptr;
-      if (!state) continue;
-      const auto found = state->pieces.find(parameter.unsafeGetTensorImpl());
-      if (found != state->pieces.end()) return found->second;
-    }
-    const std::string shape = c10::str(parameter.sizes());
-    if (!complete) {
-      throw InvalidArgument(
-          "the ShardedOptimizer that received the gradient of a parameter of shape " + shape +
-          " was deleted: keep it as long as the model is trained");
-    }
-    throw InvalidArgument("a parameter of shape " + shape +
-                          " gets a gradient and is in no ShardedOptimizer with reduce_scatter, so "
-                          "no rank would receive the average: add it to one");
-  });
+  return make_shard_hook(std::move(communicator), std::move(pieces));
 }
 
 void ParameterShards::refuse_failed() const { state_->refuse_failed(); }

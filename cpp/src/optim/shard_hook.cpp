@@ -39,8 +39,8 @@ constexpr const char* kWhat = "reduce-scatter of gradients";
 
 class ShardHook final : public CommHook {
  public:
-  ShardHook(GroupPtr group, FindPieces find)
-      : group_(std::move(group)), find_(std::move(find)), world_(group_->getSize()) {}
+  ShardHook(GroupPtr group, std::vector<std::shared_ptr<const PiecesOfAll>> all)
+      : group_(std::move(group)), all_(std::move(all)), world_(group_->getSize()) {}
 
   std::string name() const override { return "reduce-scatter for a ShardedOptimizer"; }
 
@@ -98,6 +98,16 @@ class ShardHook final : public CommHook {
   size_t rank() const { return static_cast<size_t>(group_->getRank()); }
   static int64_t numel_of(const Exchange& exchange, size_t rank) { return exchange.numels[rank]; }
 
+  const std::vector<PieceOfRank>& pieces_of(const at::Tensor& parameter) const {
+    for (const auto& pieces : all_) {
+      const auto found = pieces->find(parameter.unsafeGetTensorImpl());
+      if (found != pieces->end()) return found->second.pieces;
+    }
+    throw InvalidArgument("a parameter of shape " + c10::str(parameter.sizes()) +
+                          " gets a gradient and is in no ShardedOptimizer with reduce_scatter, so "
+                          "no rank would receive the average: add it to one");
+  }
+
   Exchange layout_of(const GradientBucket& bucket) const {
     Exchange exchange;
     exchange.pieces.resize(static_cast<size_t>(world_));
@@ -107,7 +117,7 @@ class ShardHook final : public CommHook {
       // A complex element takes two elements of the buffer.
       const int64_t width = gradient.is_complex() ? 2 : 1;
       const int64_t at = gradient.storage_offset() * width - bucket.buffer.storage_offset();
-      for (const PieceOfRank& piece : find_(bucket.parameters[i])) {
+      for (const PieceOfRank& piece : pieces_of(bucket.parameters[i])) {
         const auto rank = static_cast<size_t>(piece.rank);
         const int64_t numel = (piece.end - piece.begin) * width;
         if (numel == 0) continue;
@@ -162,7 +172,7 @@ class ShardHook final : public CommHook {
   }
 
   const GroupPtr group_;
-  const FindPieces find_;
+  const std::vector<std::shared_ptr<const PiecesOfAll>> all_;
   const int64_t world_;
   std::unordered_map<int64_t, Exchange> exchanges_;  ///< by bucket, between run() and finish()
   detail::SideStream side_stream_;
@@ -171,8 +181,8 @@ class ShardHook final : public CommHook {
 }  // namespace
 
 std::shared_ptr<CommHook> make_shard_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                          FindPieces find) {
-  return std::make_shared<ShardHook>(std::move(group), std::move(find));
+                                          std::vector<std::shared_ptr<const PiecesOfAll>> all) {
+  return std::make_shared<ShardHook>(std::move(group), std::move(all));
 }
 
 }  // namespace apex::parallel

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -20,12 +20,15 @@ struct PieceOfRank {
   int64_t end = 0;
 };
 
-/// The pieces of a parameter, in order.
-/// @throws InvalidArgument for a parameter that is not sharded.
-using FindPieces = std::function<std::vector<PieceOfRank>(const at::Tensor& parameter)>;
+struct PiecesOfParameter {
+  at::Tensor parameter;
+  std::vector<PieceOfRank> pieces;
+};
+using PiecesOfAll = std::unordered_map<const c10::TensorImpl*, PiecesOfParameter>;
 
-/// See ParameterShards::comm_hook().
+/// See ParameterShards::comm_hook(). The hook keeps the pieces: when an optimizer is collected
+/// differs by rank, and the first backward with another hook may still use this one.
 std::shared_ptr<CommHook> make_shard_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                          FindPieces find);
+                                          std::vector<std::shared_ptr<const PiecesOfAll>> all);
 
 }  // namespace apex::parallel

@@ -534,11 +534,13 @@ class ShardedOptimizer(ShardedState):
             The norm before clipping, ``[]``, float32 or float64, the same on every rank.
 
         Raises:
-            ValueError: for a sparse gradient.
+            ValueError: for a sparse gradient, or ``norm_type`` <= 0.
             RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or nan; if another
                 rank has ended or failed; under ``join()``.
         """
         self._refuse_join()
+        if not norm_type > 0:
+            raise ValueError(f"norm_type is {norm_type}; it must be positive.")
         self._follow_groups()
         norm: Tensor = self._shares.total_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():

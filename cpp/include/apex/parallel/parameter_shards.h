@@ -86,7 +86,8 @@ class APEX_API ParameterShards {
   /// A hook that replaces the all-reduce of gradients by a reduce-scatter, which sends half the
   /// bytes: after backward, a rank has the average of its pieces, and NaN elsewhere. It does not
   /// keep `all` alive.
-  /// @param all           together, they have all parameters of the reducer.
+  /// @param all           together, they have all parameters of the reducer; of several that have
+  ///                      a parameter, the first counts.
   /// @param communicator  of the reducer, which has the ranks of their group().
   /// @throws InvalidArgument for other ranks. In backward: for a parameter that none of them has.
   static std::shared_ptr<CommHook> comm_hook(const std::vector<const ParameterShards*>& all,
@@ -133,7 +134,7 @@ class APEX_API ParameterShards {
   struct Form;
   struct OnDevice;
   struct State;
-  std::shared_ptr<State> state_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace apex::parallel

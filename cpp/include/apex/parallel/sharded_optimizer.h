@@ -140,7 +140,7 @@ class ShardedOptimizer {
   /// Replaces the all-reduce of gradients by a reduce-scatter, which sends half the bytes: after
   /// backward, a rank has the average of its share, and NaN elsewhere. Clip by clip_grad_norm_(),
   /// and clear the gradients after each step. Ranks receive as much as each other, and so wait
-  /// least, with Cut::kEach or Cut::kNever. Keep the optimizers as long as `reducer`. Not with
+  /// least, with Cut::kEach or Cut::kNever. `reducer`.set_comm_hook(nullptr) ends it. Not with
   /// gradient statistics or gradient_average=false. Between backwards; every rank must make the
   /// same call.
   ///
