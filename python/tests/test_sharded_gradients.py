@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.optimizers import FusedLAMB, ShardedOptimizer
-from apex.parallel import DistributedDataParallel
+from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 
 pytestmark = pytest.mark.processes
 
@@ -247,6 +247,17 @@ def _refusals(rank: int, world: int) -> None:
     ddp, optimizer = _made()
     with raises(RuntimeError, "a communication hook is already registered"):
         ddp.register_builtin_comm_hook("bf16")
+    with raises(RuntimeError, "an OverlappedOptimizer steps whole parameters"):
+        OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    other = DistributedDataParallel(_net())
+    extra = nn.Parameter(torch.ones(3))
+    with raises(ValueError, "has a parameter that is not in the wrapper"):
+        ShardedOptimizer([*other.parameters(), extra], torch.optim.SGD, lr=0.1, ddp=other,
+                         reduce_scatter=True)  # fmt: skip
+    _overlapped = OverlappedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other)
+    with raises(RuntimeError, "an OverlappedOptimizer steps whole parameters"):
+        ShardedOptimizer(other.parameters(), torch.optim.SGD, lr=0.1, ddp=other,
+                         reduce_scatter=True)  # fmt: skip
     with raises(ValueError, "with reduce_scatter=True a rank has only its share"):
         amp.initialize(ddp.module, optimizer, opt_level="O1", verbosity=0)
     _backward(ddp, rank)

@@ -18,7 +18,12 @@ from ._amp_state import _amp_state, several_ranks, warn_or_err
 from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
 from ._handle import disable_casts
-from ._process_optimizer import adopt_before_load, process_optimizer, refuse_master_weights
+from ._process_optimizer import (
+    adopt_before_load,
+    process_optimizer,
+    refuse_master_weights,
+    refuse_shares,
+)
 from .amp import init
 from .scaler import LossScaler
 
@@ -244,11 +249,7 @@ def setup(
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:
-        if getattr(optimizer, "reduces_into_shards", False):
-            raise ValueError(
-                "amp searches all gradients for infinities, and with reduce_scatter=True a rank "
-                "has only its share: leave it out, or train in bfloat16 without amp.initialize."
-            )
+        refuse_shares(optimizer)
         if properties.master_weights:
             refuse_master_weights(optimizer)
     if properties.cast_model_type:

@@ -373,7 +373,7 @@ class ShardedOptimizer(ShardedState):
         self.reduces_into_shards = reduce_scatter
         self._share_out()
         if reduce_scatter:
-            ddp._reduce_scatter(self._shares.core)
+            ddp._reduce_scatter(self._shares.core, self._shares.parameters)
 
     # --- the shares ---
 
@@ -578,8 +578,8 @@ class ShardedOptimizer(ShardedState):
     def _refuse_join(self) -> None:
         if joining.current() is not None:
             raise RuntimeError(
-                "a step of a ShardedOptimizer needs every rank, and under join() some have run out "
-                "of data: use the plain optimizer there."
+                "a ShardedOptimizer needs every rank, and under join() some have run out of data: "
+                "use the plain optimizer there."
             )
 
     def _give_up(self, error: BaseException) -> None:

@@ -23,6 +23,11 @@ class ShardHook(NamedTuple):
         return [shards for one in self.shards if (shards := one()) is not None]
 
 
+_NOT_OVERLAPPED = (
+    "an OverlappedOptimizer steps whole parameters, and with reduce_scatter=True a rank has only a "
+    "share of their gradients: use one of them."
+)
+
 #: A script's hook, the name of a built-in one, or shards.
 CommHook = RegisteredHook | str | ShardHook
 
@@ -71,6 +76,8 @@ class Hooks:
         return isinstance(self.comm_hook, ShardHook)
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
+        if isinstance(comm_hook, ShardHook) and self.optimizer is not None:
+            raise RuntimeError(_NOT_OVERLAPPED)
         held = self.comm_hook
         if isinstance(held, ShardHook) and isinstance(comm_hook, ShardHook):
             # The newest first: an optimizer that replaces another one has its parameters, whether
@@ -100,6 +107,8 @@ class Hooks:
     def set_optimizer(self, reducer: _core.Reducer, optimizer: Any) -> None:
         """Let backward return while buckets are in flight, and notify `optimizer` of each
         bucket."""
+        if self.into_shards:
+            raise RuntimeError(_NOT_OVERLAPPED)
         self.optimizer = optimizer
         self._install_callback(reducer)
         reducer.set_deferred(True)

@@ -645,8 +645,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """
         self._engine.hooks.set_comm_hook(self._reducer, name)
 
-    def _reduce_scatter(self, shards: _core.ParameterShards) -> None:
-        """For a ShardedOptimizer: reduce gradients into these shards, too."""
+    def _reduce_scatter(
+        self, shards: _core.ParameterShards, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """For a ShardedOptimizer: reduce gradients into these shards of `parameters`, too."""
         options = self._engine.reducer_options
         for name, wanted in (("gradient_statistics", False), ("gradient_average", True)):
             if bool(options[name]) != wanted:
@@ -654,6 +656,12 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                     f"with reduce_scatter=True a rank has only a share of the average, and the "
                     f"wrapper was made with {name}={not wanted}: leave one of them out."
                 )
+        own = {id(parameter) for _, parameter in self._engine.named_parameters()}
+        if not own.issuperset(map(id, parameters)):
+            raise ValueError(
+                "with reduce_scatter=True the ShardedOptimizer has a parameter that is not in the "
+                "wrapper, so its gradient is not averaged: give it an optimizer of its own."
+            )
         hook = ShardHook((weakref.ref(shards),))
         self._engine.hooks.set_comm_hook(self._engine.connected(), hook)
 
