@@ -296,7 +296,8 @@ BackwardCall::BackwardCall(const BackwardArguments& a)
 // n mean and m2 + n mean^2. Each rank computes mean and m2 from these sums. The subtraction for m2
 // loses digits if the mean is large compared to the standard deviation: the error of the variance
 // is mean^2 / 2^52. For a mean of 10^4 standard deviations the relative error is 2e-8, and float32
-// inputs have lost four of their seven digits at that mean. Moments about a shift, such as the
+// inputs have lost four of their seven digits at that mean. For float64 inputs with a mean of 10^7
+// standard deviations it is a few percent. Moments about a shift, such as the
 // running mean, would keep more digits. But the shift must have the same bits on all ranks, and
 // running means may differ or be absent.
 
