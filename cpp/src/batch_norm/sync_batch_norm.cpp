@@ -93,7 +93,7 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
   if (!group) {
     return "";
   }
-  // Other names than the group's own are remembered, since a group may not keep the name it is given.
+  // A group may not keep the name it is given, so names other than its own are remembered.
   static std::mutex mutex;  // guards `names` and `next`
   static auto* const names = new ByGroup<std::string>;
   static int64_t next = 0;
