@@ -324,7 +324,8 @@ def evaluate(
     """Top-1 and top-5 accuracy in percent over all ranks, the same on every rank.
 
     It is that of the checkpoint, which has rank 0's running statistics: without --sync_bn each rank
-    has its own. If the images do not divide evenly, the sampler repeats some, which then count twice.
+    has its own. If the images do not divide evenly, the sampler repeats some, which then count
+    twice.
     """
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
