@@ -43,7 +43,11 @@ def release() -> str:
 
 
 def find_torch() -> Torch | None:
-    """The torch that cmake/FindLibtorch.cmake finds too. It is not imported."""
+    """The torch of Libtorch_ROOT or of this environment. It is not imported.
+
+    cmake/FindLibtorch.cmake finds the same one, unless Torch_ROOT, Torch_DIR or CMAKE_PREFIX_PATH
+    name another. Do not set them for a wheel: its metadata would name the wrong torch.
+    """
     folders = []
     if os.environ.get("Libtorch_ROOT"):
         root = Path(os.environ["Libtorch_ROOT"])

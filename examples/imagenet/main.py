@@ -323,8 +323,12 @@ def evaluate(
 ) -> tuple[float, float]:
     """Top-1 and top-5 accuracy in percent over all ranks, the same on every rank.
 
-    If the images do not divide evenly, the sampler repeats some, which then count twice.
+    It is that of the checkpoint, which has rank 0's running statistics: without --sync_bn each rank
+    has its own. If the images do not divide evenly, the sampler repeats some, which then count
+    twice.
     """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
     model.eval()
     counts = torch.zeros(3, dtype=torch.float64, device=job.device)  # top-1, top-5, seen
     for x, labels in support.progress(loader, "validation", job.rank):

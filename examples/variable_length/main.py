@@ -126,8 +126,9 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0 and (step + 1) % 25 == 0:
-            print(f"step {step + 1}: {sum(losses[-25:]) / 25:.4f}", flush=True)
+        if dist.get_rank() == 0 and ((step + 1) % 25 == 0 or step + 1 == arguments.steps):
+            recent = losses[step // 25 * 25 :]  # since the last line
+            print(f"step {step + 1}: {sum(recent) / len(recent):.4f}", flush=True)
     if arguments.output is not None and dist.get_rank() == 0:
         arguments.output.write_text(json.dumps({"losses": losses}))
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ import pytest
 import torch
 import torch.distributed.launch
 import torch.distributed.run
-from ddp_support import free_port, require
+import torch.nn.functional as F
+from ddp_support import free_port, require, run_ranks
 from examples_support import EXAMPLES, TIMEOUT_S, assert_one_sentence, environment, run, train
+from torch import nn
 from warm import run_script
 
 from apex.parallel import multiproc
@@ -462,6 +465,34 @@ def test_imagenet_resumed_continues_with_the_same_losses(
     assert len(whole) == 3
     assert imagenet_begun.losses == whole[:1]
     assert imagenet(tmp_path, "--epochs=3", f"--resume={imagenet_begun.checkpoint}") == whole[1:]
+
+
+class _BufferChooses(nn.Module):
+    """Predicts the class of its buffer."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.register_buffer("chosen", torch.tensor(chosen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(self.chosen, 10).float().expand(len(x), 10)
+
+
+def _evaluate_body(rank: int, world_size: int) -> None:
+    sys.path.insert(0, str(EXAMPLES / "imagenet"))
+    try:
+        main = runpy.run_path(str(EXAMPLES / "imagenet" / "main.py"))
+    finally:
+        sys.path.remove(str(EXAMPLES / "imagenet"))
+    loader = [(torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64))]
+    job = main["Job"](rank, world_size, torch.device("cpu"))
+    accuracy = main["evaluate"](_BufferChooses(9 * rank), loader, torch.contiguous_format, job)
+    assert accuracy == (100, 100), accuracy
+
+
+@pytest.mark.processes
+def test_imagenet_evaluates_with_the_buffers_of_rank_0() -> None:
+    run_ranks(2, _evaluate_body)
 
 
 def test_imagenet_resumed_at_another_level_is_refused(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 
 import pytest
 from ddp_support import free_port
@@ -18,7 +19,7 @@ TIMEOUT_S = 600
 
 def _losses(folder: pathlib.Path, ranks: int, *more: str) -> list[float]:
     output = folder / "losses.json"
-    arguments = ("--steps", "25", "--output", str(output), *more)
+    arguments = ("--steps", "26", "--output", str(output), *more)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if ranks == 1:
         done = run_script(MAIN, *arguments, cwd=folder, env=env, timeout_s=TIMEOUT_S)
@@ -28,6 +29,7 @@ def _losses(folder: pathlib.Path, ranks: int, *more: str) -> list[float]:
             ranks, MAIN, *arguments, cwd=folder, env=env, timeout_s=TIMEOUT_S
         )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"step (\d+): \d\.\d{4}\n", done.stdout) == ["25", "26"]
     losses: list[float] = json.loads(output.read_text())["losses"]
     return losses
 

@@ -53,11 +53,13 @@ def _sums(rank: int, world: int, mode: str, channel: str) -> None:
         group = dist.new_group()
         for dtype in DTYPES:
             for numel in (5, 1000, 100_000):
-                for how in ("sum", "average", "Reducer"):
+                for how in ("sum", "average", "Reducer", "batch norm"):
                     total = _uneven(numel, dtype, rank, mode)
                     with floating_point_mode(_of_last_rank(rank, world, mode)):
                         if how == "Reducer":
                             Reducer([total], group).reduce()
+                        elif how == "batch norm":
+                            total = torch.ops.apex.all_reduce_sum(total, name_of(group), "")
                         else:
                             _core.all_reduce(total, name_of(group), how == "average")
                     what = f"{how} of {numel} {dtype}"

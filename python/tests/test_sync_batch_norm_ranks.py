@@ -8,11 +8,12 @@ import copy
 import itertools
 import os
 import pickle
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import host_channel, run_ranks
+from ddp_support import host_channel, raises, run_ranks
 from nccl_like import eager_nccl
 from sync_batch_norm_cases import check_random_cases
 from sync_batch_norm_support import (
@@ -23,6 +24,8 @@ from sync_batch_norm_support import (
 )
 
 from apex.parallel import SyncBatchNorm, create_syncbn_process_group, syncbn_group
+
+c10d: Any = torch._C._distributed_c10d
 
 pytestmark = pytest.mark.processes
 
@@ -227,6 +230,27 @@ def _compile_body(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_compiled_fullgraph_matches_eager_on_two_ranks() -> None:
     run_ranks(2, _compile_body)
+
+
+def _stale_graph_body(rank: int, world_size: int) -> None:
+    compiled = torch.compile(SyncBatchNorm(4), fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 4)
+    compiled(x)
+    name = syncbn_group.default_group().group_name
+    dist.barrier()
+    dist.destroy_process_group(syncbn_group.default_group())
+    # torch does this after destroy_process_group() and init_process_group()
+    other = dist.new_group()
+    c10d._register_process_group(name, other)
+    try:
+        with raises(RuntimeError, "no process group is registered", "destroyed"):
+            compiled(x)
+    finally:
+        c10d._unregister_process_group(name)
+
+
+def test_sync_batch_norm_compiled_for_a_destroyed_group_raises() -> None:
+    run_ranks(2, _stale_graph_body)
 
 
 def _exact_count_body(rank: int, world_size: int) -> None:

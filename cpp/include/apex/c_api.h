@@ -103,7 +103,9 @@ APEX_API apex_status apex_barrier(apex_group* group);
  * strides and dtypes are compared (APEX_RANK_MISMATCH), and rank 0's parameters are broadcast.
  *
  * `parameters`, `gradients`: [count]; gradients[i] has the shape and dtype of parameters[i],
- * float32 or another floating dtype. The memory belongs to the caller and must not move.
+ * float32 or another floating dtype. The memory belongs to the caller and must not move. Elements
+ * of gradients must not share memory, within a gradient or between two. Only a stride of 0 is
+ * refused; with any other overlap the averages are wrong.
  * `bucket_bytes`: size at which a bucket is closed; 0 for the default. The first step records
  * the order in which gradients are announced and reduces at its end. All ranks use rank 0's
  * order. From the second step on, buckets are launched as they fill. A reducer has its own

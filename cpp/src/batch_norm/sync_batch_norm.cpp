@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <atomic>
 #include <mutex>
 
 #include <apex/distributed/process_group.h>
@@ -15,6 +14,7 @@
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "comm/announcer.h"
+#include "comm/by_group.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -93,6 +93,15 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
   if (!group) {
     return "";
   }
+  // A group may not keep the name it is given, so names other than its own are remembered.
+  static std::mutex mutex;  // guards `names` and `next`
+  static auto* const names = new ByGroup<std::string>;
+  static int64_t next = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::string* const known = names->find(*group);
+  if (known != nullptr && (registered_as(*known) == group || try_register(*known, group))) {
+    return *known;
+  }
   std::string own = detail::group_name_of(*group);
   if (!own.empty()) {
     const auto registered = registered_as(own);
@@ -100,9 +109,12 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
       return own;
     }
   }
-  static std::atomic<int64_t> next{0};
+  for (const std::string& gone : names->take_gone()) {
+    c10d::unregister_process_group(gone);
+  }
   const std::string name = "apex_group_" + std::to_string(next++);
   c10d::register_process_group(name, group);
+  names->put(*group, name);
   if (own.empty()) {
     group->setGroupName(name);
   }

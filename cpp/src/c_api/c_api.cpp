@@ -65,7 +65,11 @@ apex_status guarded(const char* function, const Call& call) noexcept {
   } catch (...) {
     const auto error = std::current_exception();
     try {
-      last_error() = std::string(function) + "(): " + apex::parallel::message_of(error);
+      std::string text = apex::parallel::message_of(error);
+      // Messages name the interface of C++ and Python.
+      if (text.find(" weight()") != std::string::npos)
+        text += " (in C, weight() is apex_reducer_set_weight())";
+      last_error() = std::string(function) + "(): " + text;
     } catch (...) {
       // Out of memory for the message.
     }

@@ -21,6 +21,8 @@ namespace apex::parallel::detail {
 
 namespace {
 
+constexpr int kMostLinks = 40;  // as in Linux
+
 [[noreturn]] void fail() { throw Error(std::generic_category().message(errno)); }
 
 /// Syncs `file` to disk. File systems without fsync return EINVAL.
@@ -34,11 +36,14 @@ void wait_for_disk(int file) {
 }  // namespace
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
-  // rename() would replace a link or a device itself.
+  // rename() would replace a link or a device itself. canonical() fails if the target does not
+  // exist yet.
   std::error_code error;
-  if (std::filesystem::is_symlink(path_, error)) {
-    path_ = std::filesystem::weakly_canonical(path_, error).string();
+  for (int links = 0; std::filesystem::is_symlink(path_, error); ++links) {
+    if (links == kMostLinks) throw Error(std::generic_category().message(ELOOP));
+    const std::filesystem::path target = std::filesystem::read_symlink(path_, error);
     if (error) throw Error(error.message());
+    path_ = (std::filesystem::path(path_).parent_path() / target).string();
   }
   struct stat older{};
   const bool replaces = ::stat(path_.c_str(), &older) == 0;

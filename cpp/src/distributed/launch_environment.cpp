@@ -62,6 +62,22 @@ std::vector<LauncherVariables> known_launchers() {
   };
 }
 
+struct NamedSize {
+  std::string name;
+  std::optional<int> value;
+};
+
+NamedSize read_size(const EnvironmentLookup& lookup, const LauncherVariables& names) {
+  NamedSize size;
+  for (const char* name : names.sizes) {
+    size = {name, read_int(lookup, name, 1, kMaxRanks)};
+    if (size.value) {
+      break;
+    }
+  }
+  return size;
+}
+
 std::optional<std::string> slurm_node_list(const EnvironmentLookup& lookup) {
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
     if (auto list = lookup(name)) {
@@ -145,15 +161,7 @@ std::optional<std::string> process_environment(const std::string& name) {
 std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
   for (const LauncherVariables& names : known_launchers()) {
     const auto rank = read_int(lookup, names.rank, 0, kMaxRanks);
-    std::optional<int> size;
-    std::string size_name;
-    for (const char* name : names.sizes) {
-      size = read_int(lookup, name, 1, kMaxRanks);
-      size_name = name;
-      if (size) {
-        break;
-      }
-    }
+    const auto [size_name, size] = read_size(lookup, names);
     // A launcher's size without its rank is ignored, since e.g. a SLURM batch script has it. It is
     // an error only for the variables that users set themselves.
     if (!rank && !(size && names.launcher == std::string("torchrun"))) {
@@ -174,6 +182,12 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
     ranks.rank = *rank;
     ranks.world_size = *size;
     ranks.local_rank = read_int(lookup, names.local_rank, 0, kMaxRanks);
+    // srun with a PMI plugin sets PMI_RANK and PMI_SIZE, but the local rank only as SLURM_LOCALID.
+    const LauncherVariables slurm = known_launchers().back();
+    if (!ranks.local_rank && read_int(lookup, slurm.rank, 0, kMaxRanks) == rank &&
+        read_size(lookup, slurm).value == size) {
+      ranks.local_rank = read_int(lookup, slurm.local_rank, 0, kMaxRanks);
+    }
     if (names.local_size != nullptr) {
       ranks.local_world_size = read_int(lookup, names.local_size, 1, kMaxRanks);
     }

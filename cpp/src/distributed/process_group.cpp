@@ -46,8 +46,8 @@ struct World {
   c10::intrusive_ptr<c10d::Store> store;
   std::vector<DeviceBackend> backends;
   std::optional<std::chrono::milliseconds> timeout;
-  int local_rank = 0;
-  int device_index = -1;  // -1: no GPU was set
+  std::optional<int> local_rank;  // of the options or the launcher
+  int device_index = -1;          // -1: no GPU was set
   int next_name = 1;
   std::vector<Group> subgroups;
   int64_t pid = parallel::this_pid();
@@ -139,6 +139,12 @@ void check_nccl_options(const NcclOptions& nccl) {
     throw InvalidArgument("nccl.min_ctas is " + std::to_string(*nccl.min_ctas()) +
                           ", more than nccl.max_ctas, " + std::to_string(*nccl.max_ctas()));
   }
+}
+
+/// The GPU of a rank without device_index. Hosts may have fewer GPUs than the job has ranks.
+int default_gpu(const std::optional<int>& local_rank, int rank) {
+  const int gpus = visible_gpus();
+  return choose_gpu(local_rank ? *local_rank : rank % std::max(gpus, 1), gpus);
 }
 
 const char* device_name(c10::DeviceType device) {
@@ -272,15 +278,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   if (!local && launched) {
     local = launched->local_rank;
   }
-  world->local_rank = local.value_or(plan.rank);
+  world->local_rank = local;
   if (uses_nccl(world->backends)) {
     require_nccl();
-    const int gpus = visible_gpus();
-    if (options.device_index()) {
-      world->device_index = choose_gpu(*options.device_index(), gpus);
-    } else {
-      world->device_index = choose_gpu(local ? *local : plan.rank % std::max(gpus, 1), gpus);
-    }
+    world->device_index = options.device_index()
+                              ? choose_gpu(*options.device_index(), visible_gpus())
+                              : default_gpu(local, plan.rank);
     use_gpu(world->device_index);
   }
 
@@ -330,7 +333,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   if (uses_nccl(backends)) {
     require_nccl();
     if (world.device_index < 0) {
-      const int gpu = choose_gpu(world.local_rank, visible_gpus());
+      const int gpu = default_gpu(world.local_rank, self);
       use_gpu(gpu);
       const std::lock_guard<std::mutex> lock(world_mutex());
       world.device_index = gpu;
@@ -378,7 +381,8 @@ int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
 
 int local_rank() {
   const std::lock_guard<std::mutex> lock(world_mutex());
-  return require_world().local_rank;
+  const World& world = require_world();
+  return world.local_rank.value_or(world.group->getRank());
 }
 
 std::string host_id() {

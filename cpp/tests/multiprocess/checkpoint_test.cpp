@@ -175,9 +175,12 @@ void bad_files() {
 
   // A path that is not a file is left alone, and opening it does not block; a link stays a link.
   const std::string fifo = (folder / "fifo").string(), link = (folder / "link").string();
+  const std::string dangling = (folder / "dangling").string(), loop = (folder / "loop").string();
   if (first) {
     require(::mkfifo(fifo.c_str(), 0600) == 0, "no fifo");
     fs::create_symlink("run.ckpt", link);
+    fs::create_symlink("later.ckpt", dangling);
+    fs::create_symlink("loop", loop);
     fs::permissions(path, fs::perms::owner_read | fs::perms::owner_write);
   }
   apex::distributed::barrier();
@@ -187,6 +190,10 @@ void bad_files() {
   run.checkpoint.save(link, 8);
   require(fs::is_symlink(link), "the link was replaced");
   require(run.checkpoint.load(path) == 8, "the link does not lead to what was saved");
+  run.checkpoint.save(dangling, 8);
+  require(fs::is_symlink(dangling), "the dangling link was replaced");
+  require(run.checkpoint.load((folder / "later.ckpt").string()) == 8, "not saved at the target");
+  expect(error_of([&] { run.checkpoint.save(loop, 8); }), loop, "symbolic links");
   require((fs::status(path).permissions() & fs::perms::group_read) == fs::perms::none,
           "others may read it now");
 

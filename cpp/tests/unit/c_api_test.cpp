@@ -205,6 +205,12 @@ TEST_F(CApi, BadArguments_AnyFunction_StatusAndMessage) {
   refused(apex_reducer_set_weight(reducer, 1), "the reducer is not weighted");
   refused(apex_reducer_set_weight(nullptr, 1), "reducer is NULL");
   apex_reducer_destroy(reducer);
+  ASSERT_EQ(apex_reducer_create_weighted(group_, &good, &good, 1, 0, &reducer), APEX_OK);
+  ASSERT_EQ(apex_reducer_gradient_ready(reducer, 0), APEX_OK);
+  EXPECT_NE(apex_reducer_synchronize(reducer), APEX_OK);
+  EXPECT_NE(std::string(apex_last_error()).find("apex_reducer_set_weight()"), std::string::npos)
+      << apex_last_error();
+  apex_reducer_destroy(reducer);
   apex_reducer_destroy(nullptr);
 }
 

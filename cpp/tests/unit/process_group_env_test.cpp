@@ -84,6 +84,22 @@ TEST(LaunchRanks, OtherLaunchers_TheirVariables_AreRead) {
   }
 }
 
+TEST(LaunchRanks, SrunWithPmi_LocalRankIsSlurms) {
+  std::map<std::string, std::string> step = {{"PMI_RANK", "5"},      {"PMI_SIZE", "8"},
+                                             {"SLURM_PROCID", "5"},  {"SLURM_NTASKS", "16"},
+                                             {"SLURM_LOCALID", "1"}, {"SLURM_STEP_NUM_TASKS", "8"}};
+  const auto local_rank = [&] { return read_launch_ranks(variables(step))->local_rank; };
+  EXPECT_EQ(local_rank(), 1);
+  // mpiexec in a SLURM job: these variables are of another process or step
+  step["SLURM_PROCID"] = "0";
+  EXPECT_EQ(local_rank(), std::nullopt);
+  step["SLURM_PROCID"] = "5";
+  step["SLURM_STEP_NUM_TASKS"] = "6";
+  EXPECT_EQ(local_rank(), std::nullopt);
+  step["MPI_LOCALRANKID"] = "3";
+  EXPECT_EQ(local_rank(), 3);
+}
+
 TEST(LaunchRanks, SeveralLaunchers_InnermostWins) {
   std::map<std::string, std::string> all = {
       {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_NUM_TASKS", "3"}};

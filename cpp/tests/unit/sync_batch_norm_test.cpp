@@ -28,6 +28,7 @@
 namespace apex::parallel {
 namespace {
 
+using apex::testing::make_thread_group;
 using apex::testing::run_ranks;
 using apex::testing::ThreadBackendControl;
 
@@ -147,6 +148,25 @@ TEST(SyncBatchNorm, GroupThatHasAName_IsKnownByThatNameAndNoOther) {
       EXPECT_EQ(c10d::resolve_process_group(name), group);
     }
     c10d::unregister_process_group(name);
+  });
+}
+
+TEST(SyncBatchNorm, GroupWhoseNameIsTaken_KeepsOneOtherName) {
+  run_ranks(1, [](int, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    const std::string name = "taken in the sync batch norm test";
+    group->setGroupName(name);
+    ASSERT_EQ(process_group_name(group), name);
+    auto other = make_thread_group(0, ThreadBackendControl::create(1));
+    other->setGroupName(name);
+    const std::string given = process_group_name(other);
+    EXPECT_NE(given, name);
+    EXPECT_EQ(process_group_name(other), given);
+    EXPECT_EQ(c10d::resolve_process_group(given), other);
+    c10d::unregister_all_process_groups();  // as torch's destroy_process_group()
+    EXPECT_EQ(process_group_name(other), given);
+    EXPECT_EQ(c10d::resolve_process_group(given), other);
+    other.reset();
+    EXPECT_THROW(c10d::resolve_process_group(given), std::exception);
   });
 }
 

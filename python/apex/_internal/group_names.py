@@ -29,7 +29,7 @@ def name_of(group: dist.ProcessGroup) -> str:
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
-        return group.group_name if type(group) is dist.ProcessGroup else _register(group)
+        return group.group_name if type(group) is dist.ProcessGroup else register(group)
     jit: Any = torch._C
     tracing = jit._get_tracing_state()
     jit._set_tracing_state(None)  # torch.jit.trace cannot record a group as a value
@@ -41,14 +41,15 @@ def name_of(group: dist.ProcessGroup) -> str:
     return registered
 
 
-def _register(group: dist.ProcessGroup) -> str:
-    """Register a group written in Python in c10d's registry, where C++ looks it up.
+def register(group: dist.ProcessGroup) -> str:
+    """Register ``group`` in c10d's registry, where C++ looks it up, under a name that this process
+    never uses again. The name ends with the group.
 
-    The operator above cannot do this. C++ sees an object whose methods call Python, and the class
-    may define methods of the same name itself.
+    For groups written in Python, the operator above cannot do this. C++ sees an object whose
+    methods call Python, and the class may define methods of the same name itself.
     """
     registry: Any = torch._C._distributed_c10d
-    name = f"apex/python/{next(_numbers)}"
+    name = f"apex/{next(_numbers)}"
     registry._register_process_group(name, group)
     weakref.finalize(group, _unregister, name).atexit = False
     _names[group] = name

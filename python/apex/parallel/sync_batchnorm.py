@@ -137,10 +137,6 @@ class SyncBatchNorm(_BatchNorm):
         )[0]  # fmt: skip
         return output
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
     def extra_repr(self) -> str:
         base: Any = super()
         text: str = base.extra_repr()

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from apex import _core
-from apex._internal.group_names import name_of
+from apex._internal.group_names import name_of, register
 from apex._internal.groups import (
     end_groups_at_exit,
     group_of_all_ranks,
@@ -46,6 +46,8 @@ def default_group() -> Any:
         group = _own_group() if _own_group is not None else None
         if group is None or _world is None or _world() is not world:
             group = group_of_all_ranks("apex_sync_batch_norm")
+            # torch reuses its names after destroy_process_group(), and a compiled graph stores one
+            register(group)
             _own_group, _world = weakref.ref(group), weakref.ref(world)
             end_groups_at_exit()
         return group

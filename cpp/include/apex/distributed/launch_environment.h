@@ -38,7 +38,9 @@ struct LaunchRanks {
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK (torchrun and its like); else OMPI_COMM_WORLD_RANK, _SIZE,
 /// _LOCAL_RANK, _LOCAL_SIZE (Open MPI); else MV2_COMM_WORLD_RANK, ... (MVAPICH); else PMI_RANK,
 /// PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI); else SLURM_PROCID,
-/// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set.
+/// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set. If
+/// the launcher does not set the local rank, it is SLURM_LOCALID, provided that SLURM assigned the
+/// same rank and size (srun with a PMI plugin).
 ///
 /// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
 ///   not a number, or when the rank is not below the size.
