@@ -386,7 +386,7 @@ void init_reducer(nb::module_& m) {
       .def(
           "set_shard_hook",
           [](Reducer& self, const std::vector<const parallel::ParameterShards*>& shards) {
-            self.set_comm_hook(parallel::ParameterShards::comm_hook(shards, self.communicator()));
+            self.set_comm_hook(parallel::ParameterShards::comm_hook(shards, self));
           },
           nb::arg("shards"), release())
       .def(

@@ -23,6 +23,7 @@ from ddp_support import (
     check,
     check_equal,
     check_same_on_all_ranks,
+    host_channel,
     raises,
 )
 from sharded_cases import OPTIMIZERS
@@ -382,7 +383,29 @@ def _in_background(rank: int, world: int, folder: str) -> None:
     _check_state(optimizer.state_dict(), _plain("adamw", torch.float32, 1)[1].state_dict(), "async")
 
 
+def _trains_meanwhile(rank: int, world: int, folder: str) -> None:
+    """Over sockets, with steps and a save on one group. Oracle: the plain optimizer."""
+    with host_channel("0"):
+        group = dist.new_group()
+        net = _net("adamw")
+        optimizer = _make(net, "adamw", world, group)
+    for save in range(4):
+        state = {"optimizer": optimizer.sharded_state_dict()}
+        saved = dcp.async_save(state, checkpoint_id=folder + str(save), process_group=group)
+        for step in range(4 * save, 4 * save + 4):
+            _step(net, optimizer, step)
+            optimizer.clip_grad_norm_(1.0)
+        saved.result()
+    _check_as(net, _plain("adamw", torch.float32, 16)[0], "after 16 steps")
+    optimizer.load_sharded_state_dict(folder + "3")
+    optimizer.consolidate_state_dict(to=None)
+    expected = _plain("adamw", torch.float32, 12)[1].state_dict()
+    _check_state(optimizer.state_dict(), expected, "saved during steps")
+    dist.destroy_process_group(group)
+
+
 def test_sharded_checkpoint_is_saved_in_the_background(
     ranks: RankPool, tmp_path: pathlib.Path
 ) -> None:
     ranks.run(2, _in_background, str(tmp_path))
+    ranks.run(2, _trains_meanwhile, str(tmp_path))

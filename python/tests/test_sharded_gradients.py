@@ -244,7 +244,13 @@ def _refusals(rank: int, world: int) -> None:
     for wrapper in ({"gradient_statistics": True}, {"gradient_average": False}):
         with raises(ValueError, f"{next(iter(wrapper))}="):
             _made(wrapper=wrapper)
+    alike = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    reordered = [alike.module[i].weight for i in ((0, 1), (1, 0))[rank]]
+    with raises(RuntimeError, "is 'module.0.weight'"):
+        ShardedOptimizer(reordered, torch.optim.SGD, lr=0.1, ddp=alike)
     ddp, optimizer = _made()
+    with raises(ValueError, "are reduce-scattered for another ShardedOptimizer"):
+        ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp)
     with raises(RuntimeError, "a communication hook is already registered"):
         ddp.register_builtin_comm_hook("bf16")
     with raises(RuntimeError, "an OverlappedOptimizer steps whole parameters"):

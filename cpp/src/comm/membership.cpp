@@ -89,6 +89,14 @@ void Membership::release() {
   parent.reset();
 }
 
+void Membership::run(
+    const std::string& what,
+    const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue) const {
+  refuse_failed_group(what, *parent);
+  if (control() != parent) begin_call(*parent, what);
+  run_collective(what, *parent, [&] { return issue(*control()); });
+}
+
 at::Device Membership::control_device() const {
   return apex::parallel::control_device(control(), device);
 }

@@ -90,6 +90,13 @@ struct Membership {
                             const at::Tensor& gathered = {}) const;
 
   at::Device control_device() const;
+
+  /// Issues a collective of control() by `issue` and waits for it as for one of `parent`: ranks
+  /// stop waiting if `parent` fails, and if the collective fails, `parent` has failed.
+  /// @throws CommunicationError.
+  void run(const std::string& what,
+           const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue)
+      const;
 };
 
 }  // namespace apex::parallel

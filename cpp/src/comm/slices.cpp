@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -63,11 +64,13 @@ WorkPtr all_gather_in_slices(const at::Tensor& gathered, const at::Tensor& share
   const int64_t numel = share.numel();
   const at::Tensor flat = share.view({-1});
   const at::Tensor rows = gathered.view({-1, numel});
+  // In one allocation, since many small ones would stay in the heap.
+  const at::Tensor by_slice = at::empty({rows.size(0) * numel}, share.options());
   const int64_t step = kSliceBytes / static_cast<int64_t>(share.element_size());
   for (int64_t begin = 0; begin < numel; begin += step) {
     const int64_t length = std::min(step, numel - begin);
     at::Tensor mine = flat.narrow(0, begin, length);
-    at::Tensor all = at::empty({rows.size(0) * length}, share.options());
+    at::Tensor all = by_slice.narrow(0, rows.size(0) * begin, rows.size(0) * length);
     work->copy_later(rows.narrow(1, begin, length), all.view({-1, length}));
     work->add(issue(all, mine));
   }
@@ -86,6 +89,9 @@ WorkPtr all_to_all_in_slices(
   const std::vector<at::Tensor> parts = sent.view({-1}).split_with_sizes(sent_numels);
   const int64_t most = *std::max_element(sent_numels.begin(), sent_numels.end());
   const int64_t step = kSliceBytes / static_cast<int64_t>(sent.element_size());
+  const at::Tensor sent_by_slice = at::empty({sent.numel()}, sent.options());
+  const at::Tensor received_by_slice = at::empty({received.numel()}, received.options());
+  int64_t sent_so_far = 0, received_so_far = 0;
   for (int64_t begin = 0; begin < most; begin += step) {
     const auto within = [&](const at::Tensor& part, int64_t dim) {
       const int64_t from = std::min(begin, part.size(dim));
@@ -97,9 +103,13 @@ WorkPtr all_to_all_in_slices(
       pieces.push_back(within(part, 0));
       numels.push_back(pieces.back().numel());
     }
-    at::Tensor mine = at::cat(pieces);
+    const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+    at::Tensor mine = sent_by_slice.narrow(0, sent_so_far, numel);
+    at::cat_out(mine, pieces);
+    sent_so_far += numel;
     const at::Tensor target = within(rows, 1);
-    at::Tensor theirs = at::empty({target.numel()}, received.options());
+    at::Tensor theirs = received_by_slice.narrow(0, received_so_far, target.numel());
+    received_so_far += target.numel();
     std::vector<int64_t> lengths(sent_numels.size(), target.size(1));
     work->copy_later(target, theirs.view(target.sizes()));
     work->add(issue(theirs, mine, lengths, numels));

@@ -16,6 +16,7 @@
 #include <apex/parallel/reducer.h>
 
 #include "comm/collectives.h"
+#include "comm/membership.h"
 #include "fingerprint.h"
 #include "optim/shard_hook.h"
 #include "optim/shared_parameters.h"
@@ -33,8 +34,11 @@ namespace apex::parallel {
 // ranks that share memory, see Note [Parameters in shared memory]. Other ranks save their own
 // pieces before they step them, and restore them if the step fails. A rank writes the pieces of
 // other ranks only after all ranks have sent theirs. A rank whose step has failed may continue with
-// another collective of the script, which would be taken for its pieces. So each step of each
-// optimizer has a number, which the ranks send with their pieces.
+// another step, whose pieces would be taken for these. So each step of each optimizer has a number,
+// which the ranks send with their pieces.
+//
+// Pieces travel on connections of their own (Note [A separate order of collectives]): a thread that
+// saves a checkpoint during training uses the script's group.
 //
 // On a device, the host does not wait for this exchange. If a rank is lost, the communicator is
 // aborted: the all-gather ends with a part of the data, and the device runs everything that was
@@ -223,6 +227,7 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
 
 struct ParameterShards::State {
   c10::intrusive_ptr<c10d::ProcessGroup> group;     // its ranks split the work
+  Membership members;                               // the same ranks, on connections of their own
   c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all ranks that train the model
   size_t rank = 0;
   Cut cut = Cut::kFew;
@@ -252,7 +257,7 @@ struct ParameterShards::State {
 
   /// After a failure, ranks may be in different steps, and their collectives would not match.
   void refuse_failed() const {
-    if (!has_failed(*group) && !has_failed(*replicas)) return;
+    if (!has_failed(*members.control()) && !has_failed(*group) && !has_failed(*replicas)) return;
     throw CommunicationError(
         me() +
         "an earlier step of a ShardedOptimizer, or another collective of its process group, has "
@@ -395,7 +400,7 @@ struct ParameterShards::State {
         if (piece.parameter >= 0) pieces[r].push_back(piece);
       }
     }
-    if (!device.shared) device.shared = std::make_unique<SharedParameters>(group);
+    if (!device.shared) device.shared = std::make_unique<SharedParameters>(members);
     device.shared->add(on_cpu, pieces);
   }
 
@@ -443,10 +448,14 @@ struct ParameterShards::State {
     std::vector<at::Tensor> sent = given;
     if (!given.empty()) sent.push_back(number);
     broadcast_coalesced(sent, replicas, 0, kBroadcastBytes, "broadcast of parameters");
-    if (before == 0) nonce = number.item<int64_t>();
-    // Before other tensors refer to the storages.
     const bool on_cpu = std::any_of(given.begin(), given.end(),
                                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+    if (before == 0) nonce = number.item<int64_t>();
+    if (members.shares_groups) {
+      members.device = number.device();
+      members.separate(on_cpu);
+    }
+    // Before other tensors refer to the storages.
     if (!alone() && on_cpu) {
       const auto host = host_backend_of(*group);
       if (host && host->shares_memory()) share(devices["cpu"], added, before);
@@ -487,8 +496,9 @@ struct ParameterShards::State {
     number_of(mine).fill_(number);
     const auto ranks = static_cast<int64_t>(shards.size());
     const at::Tensor all = at::empty({ranks, mine.numel()}, mine.options());
-    run_collective(what, *group,
-                   [&] { return issue_all_gather(what, *group, all.view({-1}), mine); });
+    members.run(what, [&](c10d::ProcessGroup& channel) {
+      return issue_all_gather(what, channel, all.view({-1}), mine);
+    });
     at::Tensor complete;
     if (mine.is_cpu()) {
       for (int64_t r = 0; r < ranks; ++r) {
@@ -496,8 +506,9 @@ struct ParameterShards::State {
       }
     } else {
       const at::Tensor sum = number_of(mine).clone();
-      run_collective(what, *group,
-                     [&] { return issue_all_reduce(what, *group, sum, c10d::ReduceOp::SUM); });
+      members.run(what, [&](c10d::ProcessGroup& channel) {
+        return issue_all_reduce(what, channel, sum, c10d::ReduceOp::SUM);
+      });
       complete = sum.eq(number * ranks);
     }
     for (size_t r = 0; r < shards.size(); ++r) {
@@ -579,6 +590,7 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
   state_->rank = static_cast<size_t>(group->getRank());
   state_->shards.resize(static_cast<size_t>(group->getSize()));
   state_->group = std::move(group);
+  state_->members = Membership({state_->group});
   state_->replicas = replicas ? std::move(replicas) : state_->group;
   state_->cut = cut;
   add(std::move(parameters), costs);
@@ -603,9 +615,17 @@ const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const 
 
 const std::vector<at::Tensor>& ParameterShards::tensors() const { return state_->tensors; }
 
-std::shared_ptr<CommHook> ParameterShards::comm_hook(
-    const std::vector<const ParameterShards*>& all,
-    c10::intrusive_ptr<c10d::ProcessGroup> communicator) {
+std::shared_ptr<CommHook> ParameterShards::comm_hook(const std::vector<const ParameterShards*>& all,
+                                                     const Reducer& reducer) {
+  auto communicator = reducer.communicator();
+  const ReducerOptions options = reducer.options();
+  if (options.gradient_statistics || !options.gradient_average) {
+    throw InvalidArgument(
+        std::string("after a reduce-scatter, a rank has only a share of the average, "
+                    "and the reducer was made with gradient_") +
+        (options.gradient_statistics ? "statistics=True" : "average=False") +
+        ": leave one of them out");
+  }
   std::vector<std::shared_ptr<const PiecesOfAll>> pieces;
   for (const ParameterShards* const shards : all) {
     const State& state = *shards->state_;
@@ -679,8 +699,9 @@ at::Tensor ParameterShards::total_norm(const std::vector<at::Tensor>& gradients,
     of_ranks[static_cast<int64_t>(state.rank)].copy_(mine);
   }
   if (!state.alone()) {
-    run_collective(kWhat, *state.group,
-                   [&] { return issue_all_reduce(kWhat, *state.group, of_ranks); });
+    state.members.run(kWhat, [&](c10d::ProcessGroup& channel) {
+      return issue_all_reduce(kWhat, channel, of_ranks);
+    });
   }
   return at::linalg_vector_norm(of_ranks, norm_type);
 }

@@ -86,9 +86,8 @@ class ShardHook final : public CommHook {
   struct Exchange {
     std::vector<std::vector<at::Tensor>> pieces;  ///< views of the buffer, by rank
     std::vector<int64_t> numels;                  ///< of them, by rank
-    at::Tensor sent;
-    at::Tensor received;  ///< on the CPU: [world, numels of this rank]
-    at::Tensor own;       ///< the average of this rank's pieces, flat
+    at::Tensor received;                          ///< on the CPU: [world, numels of this rank]
+    at::Tensor own;                               ///< the average of this rank's pieces, flat
   };
 
   bool is_exchanged(const GradientBucket& bucket) const {
@@ -137,28 +136,28 @@ class ShardHook final : public CommHook {
   }
 
   FuturePtr exchange_on_cpu(Exchange& exchange) {
-    exchange.sent = packed(exchange);
+    const at::Tensor sent = packed(exchange);  // the Work holds it
     const int64_t own = numel_of(exchange, rank());
-    exchange.received = at::empty({world_ * own}, exchange.sent.options());
-    const int64_t size = exchange.sent.element_size();
+    exchange.received = at::empty({world_ * own}, sent.options());
+    const int64_t size = sent.element_size();
     std::vector<int64_t> sent_bytes;
     for (const int64_t numel : exchange.numels) sent_bytes.push_back(numel * size);
     const std::vector<int64_t> received_bytes(static_cast<size_t>(world_), own * size);
-    return issue_all_to_all(kWhat, *group_, exchange.received.view(at::kByte),
-                            exchange.sent.view(at::kByte), received_bytes, sent_bytes)
+    return issue_all_to_all(kWhat, *group_, exchange.received.view(at::kByte), sent.view(at::kByte),
+                            received_bytes, sent_bytes)
         ->getFuture();
   }
 
   void sum_on_device(Exchange& exchange) {
-    exchange.sent = packed(exchange);
-    exchange.own = at::empty({numel_of(exchange, rank())}, exchange.sent.options());
-    const auto type = exchange.sent.device().type();
+    const at::Tensor sent = packed(exchange);
+    exchange.own = at::empty({numel_of(exchange, rank())}, sent.options());
+    const auto type = sent.device().type();
     const bool averages = detail::is_nccl(group_->getBackend(type)->getBackendName()) &&
-                          detail::nccl_averages_well(exchange.sent.scalar_type(), world_);
+                          detail::nccl_averages_well(sent.scalar_type(), world_);
     const auto op = averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     run_collective(kWhat, *group_, [&] {
       return issue_reduce_scatter(kWhat, *group_, exchange.own,
-                                  exchange.sent.split_with_sizes(exchange.numels), op);
+                                  sent.split_with_sizes(exchange.numels), op);
     });
     if (!averages) exchange.own.div_(world_);
   }

@@ -108,11 +108,11 @@ struct SharedParameters::Copied {
   }
 };
 
-SharedParameters::SharedParameters(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)),
-      rank_(static_cast<size_t>(group_->getRank())),
-      size_(static_cast<size_t>(group_->getSize())) {
-  controls_ = share_memory("memory of a ShardedOptimizer", *group_, sizeof(Control),
+SharedParameters::SharedParameters(Membership members)
+    : members_(std::move(members)),
+      rank_(static_cast<size_t>(members_.rank)),
+      size_(static_cast<size_t>(members_.size)) {
+  controls_ = share_memory("memory of a ShardedOptimizer", *members_.parent, sizeof(Control),
                            [](const at::Tensor& mine) {
                              auto* const control = new (mine.mutable_data_ptr()) Control{};
                              const std::optional<ProcessName> process = this_process();
@@ -148,8 +148,8 @@ void SharedParameters::add(const std::vector<at::Tensor>& parameters, const Piec
       arena.place_of(piece, rank_).copy_(bytes_of(parameters[i], piece));
     }
   };
-  arena.of_rank =
-      share_memory("parameters of a ShardedOptimizer", *group_, std::max<int64_t>(bytes, 1), fill);
+  arena.of_rank = share_memory("parameters of a ShardedOptimizer", *members_.parent,
+                               std::max<int64_t>(bytes, 1), fill);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].numel() > 0)
       move_storage(parameters[i], arena.place_of(whole(parameters[i], i), rank_));
@@ -215,7 +215,7 @@ void SharedParameters::begin(int64_t number, const std::string& what, bool chang
   mine.changing = step;  // before `outcome` is read: see wait_for_others()
   if (control(0).outcome.load() / 2 >= step) {
     mine.changing = 0;
-    throw_communication_error(what, *group_,
+    throw_communication_error(what, *members_.parent,
                               std::make_exception_ptr(Error("another rank has given the step up")));
   }
   HostMemory::drop_fork_copies();
@@ -252,13 +252,14 @@ void SharedParameters::receive() {
 
 void SharedParameters::exchange(int64_t number, const std::string& what) {
   const auto barrier = [&](const std::string& which) {
-    run_collective(which, *group_,
-                   [&] { return issue_all_reduce(which, *group_, at::zeros({1}, at::kByte)); });
+    members_.run(which, [&](c10d::ProcessGroup& channel) {
+      return issue_all_reduce(which, channel, at::zeros({1}, at::kByte));
+    });
   };
   copied_[rank_].out();
   barrier(what);
   if (!decide(number, /*complete=*/true)) {
-    throw_communication_error(what, *group_,
+    throw_communication_error(what, *members_.parent,
                               std::make_exception_ptr(Error("another rank has given the step up")));
   }
   receive();

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/parallel/parameter_shards.h>
+
+#include "comm/membership.h"
 
 namespace apex::parallel {
 
@@ -57,8 +57,8 @@ class SharedParameters {
  public:
   using Pieces = std::vector<std::vector<ParameterPiece>>;
 
-  /// Collective; blocks the host. All ranks of `group` share memory.
-  explicit SharedParameters(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// Collective; blocks the host. All ranks of `members` share memory.
+  explicit SharedParameters(Membership members);
   ~SharedParameters();
   SharedParameters(const SharedParameters&) = delete;
   SharedParameters& operator=(const SharedParameters&) = delete;
@@ -101,7 +101,7 @@ class SharedParameters {
   void save();
   void receive();
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const Membership members_;
   const size_t rank_, size_;
   std::vector<at::Tensor> controls_;  ///< by rank
   std::vector<Arena> arenas_;         ///< one per add()

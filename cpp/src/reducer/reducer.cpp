@@ -201,6 +201,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
     return members.released() ? nullptr : members.control();
   });
 }
+ReducerOptions Reducer::options() const {
+  return core_->read([](const ReducerState& state) { return state.context.options; });
+}
 std::optional<BucketPlan> Reducer::plan() const {
   return core_->read([](const ReducerState& state) {
     const detail::Plan* plan = state.book.current();

@@ -259,7 +259,7 @@ TEST_P(FakeDeviceReducer, ReduceScatterIntoShards_HasNoRaceAndTheHostDoesNotWait
     Reducer reducer(training.model.parameters, {group}, options_);
     const parallel::ParameterShards shards(training.model.parameters, group, {},
                                            parallel::Cut::kEach);
-    reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group));
+    reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, reducer));
     int64_t before = 0;
     for (int step = 0; step < 3; ++step) {
       training.backward(reducer, step);
@@ -473,7 +473,7 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
     Reducer reducer(training.model.parameters, {group_}, options_);
     const parallel::ParameterShards shards(training.model.parameters, group_, {},
                                            parallel::Cut::kEach);
-    if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, group_));
+    if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, reducer));
     if (hook == 1) reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
     if (hook == 2) reducer.set_comm_hook(parallel::make_fp32_accumulate_hook(group_, at::kHalf));
     training.backward(reducer, 0);

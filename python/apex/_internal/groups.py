@@ -285,8 +285,8 @@ def end_groups_at_exit(holder: Any = None) -> None:
     Groups of the backend ``apex`` are destroyed in any case. Scripts written for NVIDIA's Apex
     never destroy their groups. NCCL groups are left to torch, because destroying them may wait for
     other ranks.
-    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``groups`` and
-    ``reducer``. These references are dropped at exit.
+    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``groups``,
+    ``reducer`` and ``core``. These references are dropped at exit.
     """
     global _in_use
     _in_use = True
@@ -300,7 +300,7 @@ def _end_groups() -> None:
     if _in_use:
         _core.Reducer.release_all()
         for holder in list(_holders):
-            for name in ("reducer", "groups", "process_group"):
+            for name in ("reducer", "core", "groups", "process_group"):
                 if name in holder.__dict__:
                     holder.__dict__[name] = None
         _forget_default_groups()

@@ -101,11 +101,15 @@ class _Shares:
         replicas: dist.ProcessGroup,
         cost: Callable[[Tensor], float],
         cut: Any,
+        module: weakref.ref[torch.nn.Module] | None,
     ) -> None:
+        end_groups_at_exit(self)  # `core` has connections of its own
         self.group = group
         self.replicas = replicas
         self.cost = cost
         self.cut = cut
+        #: Names parameters. By position, parameters in another order on one rank would look alike.
+        self.module = module
         self.core: Any = None
         #: The tensors of the groups, and the parameters whose values are published.
         self.given: list[Tensor] = []
@@ -120,10 +124,14 @@ class _Shares:
         """Shard the parameters of these groups separately. Collective."""
         given = [p for group in groups for p in group["params"]]
         parameters = list(map(published, given))
+        module = None if self.module is None else self.module()
+        in_module = {} if module is None else {id(p): n for n, p in module.named_parameters()}
         names: list[str] = []
         for i, group in enumerate(groups):
-            named = group.get("param_names")
-            names += named if named else [f"{i}.{j}" for j in range(len(group["params"]))]
+            named = group.get("param_names") or [
+                in_module.get(id(published(p)), f"{i}.{j}") for j, p in enumerate(group["params"])
+            ]
+            names += named
         costs = [float(self.cost(p)) if p.requires_grad else 0.0 for p in parameters]
         if self.core is None:
             self.core = _core.ParameterShards(
@@ -327,6 +335,12 @@ class ShardedOptimizer(ShardedState):
                 "reduce_scatter=True replaces the all-reduce of a wrapper's gradients: pass the "
                 "apex.parallel.DistributedDataParallel as ddp."
             )
+        engine = getattr(ddp, "_engine", None)  # torch's class has none
+        if not reduce_scatter and engine is not None and engine.hooks.into_shards:
+            raise ValueError(
+                "the gradients of ddp are reduce-scattered for another ShardedOptimizer, so this "
+                "one would step with nan: pass reduce_scatter=True, or make a new wrapper."
+            )
         if not isinstance(whole_parameters, (bool, type(None))):
             raise TypeError(
                 "whole_parameters must be True, False or None, got "
@@ -355,6 +369,7 @@ class ShardedOptimizer(ShardedState):
             self._replicas,
             cost or _default_cost(optimizer_class),
             _core.Cut.NEVER if whole_parameters else elementwise,
+            weakref.ref(ddp) if isinstance(ddp, torch.nn.Module) else None,
         )
         self._shards_masters = shard_master_weights and dist.get_world_size(self._replicas) > 1
         self._inner_defaults = defaults
@@ -385,9 +400,7 @@ class ShardedOptimizer(ShardedState):
         if len(hosts) == 1 or (across_hosts is None and max(map(len, hosts)) == 1):
             return self._replicas
         self._hosts = hosts
-        group = split(self._replicas, hosts, "across_hosts=False", "across_hosts=True")
-        end_groups_at_exit()
-        return group
+        return split(self._replicas, hosts, "across_hosts=False", "across_hosts=True")
 
     @property
     def state(self) -> Any:

@@ -649,13 +649,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self, shards: _core.ParameterShards, parameters: Sequence[torch.Tensor]
     ) -> None:
         """For a ShardedOptimizer: reduce gradients into these shards of `parameters`, too."""
-        options = self._engine.reducer_options
-        for name, wanted in (("gradient_statistics", False), ("gradient_average", True)):
-            if bool(options[name]) != wanted:
-                raise ValueError(
-                    f"with reduce_scatter=True a rank has only a share of the average, and the "
-                    f"wrapper was made with {name}={not wanted}: leave one of them out."
-                )
         own = {id(parameter) for _, parameter in self._engine.named_parameters()}
         if not own.issuperset(map(id, parameters)):
             raise ValueError(

@@ -15,6 +15,8 @@
 
 namespace apex::parallel {
 
+class Reducer;
+
 /// Elements [begin, end) of a parameter, in memory order.
 struct ParameterPiece {
   int64_t parameter = 0;
@@ -86,12 +88,14 @@ class APEX_API ParameterShards {
   /// A hook that replaces the all-reduce of gradients by a reduce-scatter, which sends half the
   /// bytes: after backward, a rank has the average of its pieces, and NaN elsewhere. It does not
   /// keep `all` alive.
-  /// @param all           together, they have all parameters of the reducer; of several that have
-  ///                      a parameter, the first counts.
-  /// @param communicator  of the reducer, which has the ranks of their group().
-  /// @throws InvalidArgument for other ranks. In backward: for a parameter that none of them has.
+  /// @param all      together, they have all parameters of the reducer; of several that have a
+  ///                 parameter, the first counts.
+  /// @param reducer  which gets the hook.
+  /// @throws InvalidArgument if it has other ranks than their group(), or is made with
+  ///         gradient_statistics or gradient_average=false. In backward: for a parameter that none
+  ///         of them has.
   static std::shared_ptr<CommHook> comm_hook(const std::vector<const ParameterShards*>& all,
-                                             c10::intrusive_ptr<c10d::ProcessGroup> communicator);
+                                             const Reducer& reducer);
 
   /// @throws CommunicationError if a step or another collective of the groups has failed on this
   ///         rank. Ranks may then have state of different steps.

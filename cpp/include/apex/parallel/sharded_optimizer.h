@@ -145,10 +145,10 @@ class ShardedOptimizer {
   /// same call.
   ///
   /// @param others  shards() of further optimizers, if not all parameters are in this one.
-  /// @throws InvalidArgument if the work is split among other ranks than those of `reducer`.
+  /// @throws as ParameterShards::comm_hook().
   void reduce_scatter(Reducer& reducer, std::vector<const ParameterShards*> others = {}) {
     others.push_back(&shards_);
-    reducer.set_comm_hook(ParameterShards::comm_hook(others, reducer.communicator()));
+    reducer.set_comm_hook(ParameterShards::comm_hook(others, reducer));
   }
 
   /// Like torch::nn::utils::clip_grad_norm_() of its parameters, also after a reduce-scatter. Each
