@@ -259,7 +259,7 @@ class ShardedOptimizer(ShardedState):
             which sends half the bytes. After backward a rank has the average of its share, and nan
             elsewhere. Clip by :meth:`clip_grad_norm_`, and clear the gradients after each step.
             Each parameter of ``ddp`` that gets a gradient must be in a ShardedOptimizer with this
-            option. Faster if ranks communicate over a network or NCCL. Not with loss scaling
+            option. For ranks that communicate over a network or NCCL. Not with loss scaling
             (``apex.amp``, ``GradScaler``), ``gradient_statistics``, or ``gradient_average=False``.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
