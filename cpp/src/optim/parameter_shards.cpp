@@ -226,10 +226,8 @@ std::vector<std::vector<ParameterPiece>> assign_shards(const std::vector<int64_t
 }
 
 struct ParameterShards::State {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;     // its ranks split the work
-  Membership members;                               // the same ranks, on connections of their own
+  Membership members;  // these ranks split the work; on connections of their own
   c10::intrusive_ptr<c10d::ProcessGroup> replicas;  // all ranks that train the model
-  size_t rank = 0;
   Cut cut = Cut::kFew;
   std::vector<NamedTensor> parameters;
   Shards shards;
@@ -244,8 +242,10 @@ struct ParameterShards::State {
   int64_t steps = 0;   ///< published
   bool began = false;  ///< a step has begun and is not published, so restore() would undo it
 
-  const std::vector<ParameterPiece>& own() const { return shards[rank]; }
-  bool alone() const { return shards.size() == 1; }
+  const std::vector<ParameterPiece>& own() const { return shards[rank()]; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return members.parent; }
+  size_t rank() const { return static_cast<size_t>(members.rank); }
+  bool alone() const { return members.alone(); }
   /// Whether other ranks train the model, and may have to agree on a step that failed.
   bool has_others() const { return replicas->getSize() > 1; }
 
@@ -257,7 +257,7 @@ struct ParameterShards::State {
 
   /// After a failure, ranks may be in different steps, and their collectives would not match.
   void refuse_failed() const {
-    if (!has_failed(*members.control()) && !has_failed(*group) && !has_failed(*replicas)) return;
+    if (!has_failed(*members.control()) && !has_failed(*group()) && !has_failed(*replicas)) return;
     throw CommunicationError(
         me() +
         "an earlier step of a ShardedOptimizer, or another collective of its process group, has "
@@ -434,7 +434,7 @@ struct ParameterShards::State {
     try {
       verify_same_model({}, {std::string("parameters=") + (refused ? "refused" : "usable")},
                         replicas);
-      verify_same_model({}, {"cost=that shares parameters out as " + said.str()}, group);
+      verify_same_model({}, {"cost=that shares parameters out as " + said.str()}, group());
       if (refused) std::rethrow_exception(refused);
     } catch (...) {
       parameters.resize(before);
@@ -457,7 +457,7 @@ struct ParameterShards::State {
     }
     // Before other tensors refer to the storages.
     if (!alone() && on_cpu) {
-      const auto host = host_backend_of(*group);
+      const auto host = host_backend_of(*group());
       if (host && host->shares_memory()) share(devices["cpu"], added, before);
     }
     for (const at::Tensor& tensor : given) forms.emplace_back(tensor);
@@ -468,7 +468,7 @@ struct ParameterShards::State {
         auto& known = (*pieces)[of(piece).unsafeGetTensorImpl()];
         known.parameter = of(piece);
         known.pieces.push_back({static_cast<int64_t>(r), piece.begin, piece.end});
-        if (r != rank) continue;
+        if (r != rank()) continue;
         tensors.push_back(is_whole(piece, of(piece)) ? of(piece) : values(piece));
       }
     }
@@ -488,7 +488,7 @@ struct ParameterShards::State {
     if (device.saved.numel() == 0) return;  // on every rank
     const c10::OptionalDeviceGuard guard(device.saved.device());
     const int64_t bytes = device.saved.numel();
-    const at::Tensor mine = device.copy(rank, kWord);
+    const at::Tensor mine = device.copy(rank(), kWord);
     const auto number_of = [bytes](const at::Tensor& part) {
       return part.narrow(0, bytes, kWord).view(at::kLong);
     };
@@ -514,9 +514,9 @@ struct ParameterShards::State {
     for (size_t r = 0; r < shards.size(); ++r) {
       at::Tensor after = all[static_cast<int64_t>(r)].narrow(0, 0, bytes);
       if (complete.defined()) {
-        const at::Tensor before = r == rank ? device.saved : device.copy(r);
+        const at::Tensor before = r == rank() ? device.saved : device.copy(r);
         after = at::where(complete, after.view(at::kLong), before.view(at::kLong)).view(at::kByte);
-      } else if (r == rank) {
+      } else if (r == rank()) {
         continue;
       }
       copy_all(device.memory[r], split_like(after, device.memory[r]));
@@ -524,11 +524,11 @@ struct ParameterShards::State {
   }
 
   [[noreturn]] void refuse_other(const std::string& what, int64_t other) const {
-    announce_failure(*group, what);
+    announce_failure(*group(), what);
     throw CommunicationError(me() + what + ": rank " + std::to_string(other) +
                              " has sent something else; its step has probably failed, and it went "
                              "on with another collective of the process group: see its output" +
-                             note_on_ranks(*group));
+                             note_on_ranks(*group()));
   }
 
   void remember_versions() {
@@ -546,7 +546,7 @@ struct ParameterShards::State {
         device.shared->begin(steps + 1, publication(), changed);
         continue;
       }
-      device.saved = device.copy(rank);
+      device.saved = device.copy(rank());
     }
     began = true;
   }
@@ -568,7 +568,7 @@ struct ParameterShards::State {
     if (!began) return;
     for (auto& [name, device] : devices) {
       if (device.shared || !device.saved.defined()) continue;
-      copy_all(device.memory[rank], split_like(device.saved, device.memory[rank]));
+      copy_all(device.memory[rank()], split_like(device.saved, device.memory[rank()]));
     }
     end();
   }
@@ -587,11 +587,9 @@ ParameterShards::ParameterShards(std::vector<NamedTensor> parameters,
                                  c10::intrusive_ptr<c10d::ProcessGroup> replicas)
     : state_(std::make_unique<State>()) {
   if (!group) throw InvalidArgument("ParameterShards: the process group is null");
-  state_->rank = static_cast<size_t>(group->getRank());
   state_->shards.resize(static_cast<size_t>(group->getSize()));
-  state_->group = std::move(group);
-  state_->members = Membership({state_->group});
-  state_->replicas = replicas ? std::move(replicas) : state_->group;
+  state_->members = Membership({std::move(group)});
+  state_->replicas = replicas ? std::move(replicas) : state_->group();
   state_->cut = cut;
   add(std::move(parameters), costs);
 }
@@ -606,7 +604,7 @@ void ParameterShards::add(std::vector<NamedTensor> parameters, const std::vector
 const std::vector<NamedTensor>& ParameterShards::parameters() const { return state_->parameters; }
 
 const c10::intrusive_ptr<c10d::ProcessGroup>& ParameterShards::group() const {
-  return state_->group;
+  return state_->group();
 }
 
 const std::vector<std::vector<ParameterPiece>>& ParameterShards::shards() const {
@@ -629,7 +627,7 @@ std::shared_ptr<CommHook> ParameterShards::comm_hook(const std::vector<const Par
   std::vector<std::shared_ptr<const PiecesOfAll>> pieces;
   for (const ParameterShards* const shards : all) {
     const State& state = *shards->state_;
-    const auto& group = *state.group;
+    const auto& group = *state.group();
     if (state.replicas->getSize() != group.getSize() || !communicator ||
         communicator->getSize() != group.getSize() || communicator->getRank() != group.getRank()) {
       throw InvalidArgument(state.me() +
@@ -690,13 +688,13 @@ at::Tensor ParameterShards::total_norm(const std::vector<at::Tensor>& gradients,
     const at::Tensor real = gradient.is_complex() ? at::view_as_real(gradient) : gradient;
     values.push_back(real.scalar_type() == at::kDouble ? real.to(dtype) : real);
   }
-  const at::Tensor of_ranks = at::zeros({state.group->getSize()}, options);
+  const at::Tensor of_ranks = at::zeros({state.members.size}, options);
   if (!values.empty()) {
     std::vector<at::Tensor> norms;
     for (const at::Tensor& norm : at::_foreach_norm(values, norm_type, dtype))
       norms.push_back(norm.to(options));
     const at::Tensor mine = at::linalg_vector_norm(at::stack(norms), norm_type);
-    of_ranks[static_cast<int64_t>(state.rank)].copy_(mine);
+    of_ranks[state.members.rank].copy_(mine);
   }
   if (!state.alone()) {
     state.members.run(kWhat, [&](c10d::ProcessGroup& channel) {
@@ -744,8 +742,8 @@ void ParameterShards::give_up(const std::string& why) noexcept {
   }
   const std::string what = "a step of a ShardedOptimizer: " + why;
   // The first failure is the cause of later ones.
-  if (!state.alone() && !has_failed(*state.group)) announce_failure(*state.group, what);
-  if (state.replicas->getSize() > state.group->getSize() && !has_failed(*state.replicas))
+  if (!state.alone() && !has_failed(*state.group())) announce_failure(*state.group(), what);
+  if (state.replicas->getSize() > state.members.size && !has_failed(*state.replicas))
     announce_failure(*state.replicas, what);
   if (!state.alone()) state.wait_for_others();
 }

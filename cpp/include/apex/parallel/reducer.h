@@ -353,7 +353,7 @@ class APEX_API Reducer {
   /// constructor; nullptr after release(). For communication hooks. Issue collectives on it in the
   /// order of the buckets.
   c10::intrusive_ptr<c10d::ProcessGroup> communicator() const;
-  ReducerOptions options() const;
+  ReducerOptions options() const;  ///< those of the constructor
 
   /// Call with the outputs of each forward from which a loss may be computed. The reducer then
   /// knows that their backward takes part even if it reaches no parameter on this rank. Under
