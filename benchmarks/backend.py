@@ -127,7 +127,7 @@ def main() -> None:
         "--sizes", type=harness.positive_int, nargs="+", default=SIZES_KIB, metavar="KIB"
     )
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--output", help="folder for the JSON (default: benchmarks/results)")
+    parser.add_argument("--output", help="folder for backend.json (default: only print)")
     args = parser.parse_args()
     result: dict[str, Any] = {"machine": harness.machine(), "settings": {}, "backend": {}}
     harness.warn_if_busy(result["machine"])

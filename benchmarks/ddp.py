@@ -323,8 +323,7 @@ def main() -> None:
     parser.add_argument("--keep-gradients", action="store_true",
                         help="zero gradients in place instead of dropping them")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
-                        help="two models unless --models, 8 rounds, 20 s; printed, and written "
-                        "only with --output")  # fmt: skip
+                        help="two models unless --models, 8 rounds, 20 s")  # fmt: skip
     harness.add_arguments(parser, "ddp")
     arguments = parser.parse_args()
     everything = {"models": list(models.MODELS), "rounds": 60, "warmup": 5, "seconds": 180.0}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -214,17 +213,16 @@ def _first_line(path: str, key: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" if files other than results differ from it."""
+    """The commit, with "-dirty" if files differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", *arguments], cwd=RESULTS.parents[1], capture_output=True, text=True, timeout=10
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10
         )
         return done.stdout.strip()
 
     try:
-        sources = (".", ":(exclude)benchmarks/results")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
+        changed = git("status", "--porcelain", "--untracked-files=no")
         return git("describe", "--always") + ("-dirty" if changed else "")
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -238,9 +236,8 @@ def _command() -> str:
     if "BENCHMARK_COMMAND" in os.environ:
         return os.environ["BENCHMARK_COMMAND"]
     script = Path(sys.argv[0]).resolve()
-    root = Path(__file__).resolve().parents[1]
-    if script.is_relative_to(root):
-        script = script.relative_to(root)
+    if script.is_relative_to(ROOT):
+        script = script.relative_to(ROOT)
     words = sys.argv[1:]
     if "--output" in words:
         at = words.index("--output")
@@ -302,28 +299,15 @@ def positive_float(text: str) -> float:
     return value
 
 
-def write(name: str, result: dict[str, Any], folder: str | None) -> Path:
-    """Write ``result`` as NAME.json into ``folder`` (default: benchmarks/results)."""
-    target = Path(folder) if folder else RESULTS
+def write(name: str, result: dict[str, Any], folder: str | None) -> None:
+    """Write ``result`` as NAME.json into ``folder``, if there is one."""
+    if folder is None:
+        return
+    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
-
-
-def only_printed(arguments: argparse.Namespace) -> bool:
-    """A quick run must not replace the results that the documentation shows."""
-    return getattr(arguments, "quick", False) and arguments.output is None
-
-
-def draw_plot(path: Path) -> None:
-    """Draw the plot. Without matplotlib, print how to draw it later."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no plot without matplotlib: install it, then python benchmarks/plot.py {path}")
-        return
-    import plot
-
-    print(f"wrote {plot.draw(path)}")
+    print(f"\nwrote {path}")
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -333,10 +317,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], default="gloo")
-    parser.add_argument("--output", help="folder for JSON and plot (default: benchmarks/results)")
+    parser.add_argument("--output", help="folder for NAME.json (default: only print)")
     parser.add_argument("--name", default=name, help="file name without suffix")
     parser.add_argument("--link", help="what joins the hosts, in words, for the record")
-    parser.add_argument("--no-plot", action="store_true")
 
 
 def run_models(
@@ -360,12 +343,6 @@ def run_models(
             continue
         results.append(outcome)
         print(report(outcome), flush=True)
-        if not only_printed(arguments):
-            path = write(arguments.name, complete, arguments.output)
-    if not results:
-        return  # not rank 0
-    if not only_printed(arguments):
-        print(f"\nwrote {path}")
-        if not arguments.no_plot:
-            draw_plot(path)
-    warn_if_busy(described)
+    if results:  # rank 0
+        write(arguments.name, complete, arguments.output)
+        warn_if_busy(described)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -40,12 +39,6 @@ from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_
 CHANNELS = [16, 64, 256, 1024]
 LAYERS = 16
 LAYER_COLUMNS = ["alone_us", "all_us", "more_us"]
-LINES = [
-    ("gloo_ms", "Gloo", "#4878a8", "-"),
-    ("shared_ms", "shared memory", "#c8553d", "-"),
-    ("bucket_ms", "a bucket in shared memory", "#7b3294", "--"),
-    ("copy_ms", "a copy of as much", "#8a8a8a", ":"),
-]
 SIZES_KIB = [1, 4, 16, 64, 256, 1024, 4096, 8192, 48128, 131072, 262144]
 
 
@@ -154,46 +147,6 @@ def layer_table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def draw(result: dict[str, Any], target: Path) -> None:
-    """Draw time over size on logarithmic axes, with a panel for each number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    worlds = list(result["host"])
-    figure, panels = pyplot.subplots(
-        1, len(worlds), figsize=(5.2 * len(worlds), 3.8), sharey=True, squeeze=False
-    )
-    for axes, world in zip(panels[0], worlds, strict=True):
-        rows = result["host"][world]["all_reduce"]
-        for key, label, color, style in LINES:
-            axes.plot(
-                [row["kib"] for row in rows],
-                [row[key] if row[key] > 0 else math.nan for row in rows],
-                label=label, color=color, ls=style, marker="o", markersize=3.5, lw=1.5,
-            )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        ticks = [1, 16, 256, 4096, 65536]
-        axes.set_xticks(ticks, ["1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"], fontsize=8)
-        axes.set_title(f"one all-reduce, {world} ranks", fontsize=9)
-        axes.grid(color="#e4e4e4", lw=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    panels[0][0].set_ylabel("ms (median)", fontsize=8)
-    panels[0][0].legend(fontsize=8, frameon=False)
-    machine = result["machine"]
-    busy = "  (PROVISIONAL: machine was busy)" if machine["load_at_start"] > 0.5 else ""
-    figure.suptitle(
-        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"{machine['date'][:10]}{busy}",
-        fontsize=8, color="#666666",
-    )  # fmt: skip
-    figure.tight_layout()
-    figure.savefig(target, dpi=130)
-
-
 def table(rows: list[dict[str, float]]) -> str:
     head = ["KiB", "Gloo, ms", "its processor", "shared memory, ms", "its processor", "ratio",
             "a copy, ms", "share of copy", "a bucket, ms", "share of copy"]  # fmt: skip
@@ -217,7 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=harness.positive_int, nargs="+", default=SIZES_KIB, metavar="KIB"
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", help="folder for host_channel.json (default: only print)")
     args = parser.parse_args()
     result: dict[str, Any] = {"machine": harness.machine(), "settings": {}, "host": {}}
     harness.warn_if_busy(result["machine"])
@@ -227,7 +180,7 @@ def main() -> None:
             mp.spawn(run, (world, f"{folder}/store", args.sizes, rows), world)
             result["host"][world] = json.loads(Path(rows).read_text())
     print(report(result))
-    harness.draw_plot(harness.write("host_channel", result, args.output))
+    harness.write("host_channel", result, args.output)
 
 
 if __name__ == "__main__":

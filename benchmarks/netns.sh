@@ -1,24 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 # Simulate two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, with Gloo.
-# Shows how much communication is hidden behind backward, for different bucket sizes (--script ddp), or also behind the
-# next forward (--script overlapped_optimizer). With --ranks-per-host, the ranks of a host are in one PID namespace, so
-# that they can share memory, as in a container.
+# Shows how much communication is hidden behind backward, for different bucket sizes. With --ranks-per-host, the ranks of
+# a host are in one PID namespace, so that they can share memory, as in a container.
 #
-#   benchmarks/netns.sh [--links "1gbit/0 200mbit/1ms"] [--script ddp] [--ranks-per-host 1]
+#   benchmarks/netns.sh [--links "1gbit/0 4gbit/0"] [--script ddp] [--ranks-per-host 1]
 #                       [ARGUMENT of the script ...]
 #
 # A link is RATE/DELAY in tc's notation. DELAY (0, or a number of ms) is that of one direction. Frames are jumbo frames of
-# 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf. A delay needs netem; without it,
-# delayed_link.py joins TUN devices. Creates the namespaces apex-a-PID and apex-b-PID and removes them at the end. PYTHON
-# selects the interpreter (default: python3), OUT or --output the folder of the results (default: benchmarks/results).
-# Takes about six minutes per link (ddp), or three.
+# 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf, for a delay also netem. Creates the
+# namespaces apex-a-PID and apex-b-PID and removes them at the end. PYTHON selects the interpreter (default: python3).
+# Takes about six minutes per link.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=${PYTHON:-python3}
-links="1gbit/0 200mbit/1ms"
-output=${OUT:-$here/results}
+links="1gbit/0 4gbit/0"
 mtu=9000
 script=ddp
 ranks=1
@@ -29,12 +26,11 @@ fail() {
 }
 while [ $# -gt 0 ]; do
   case $1 in
-    --links | --output | --script | --ranks-per-host) [ $# -ge 2 ] || fail "$1 needs a value." ;;&
+    --links | --script | --ranks-per-host) [ $# -ge 2 ] || fail "$1 needs a value." ;;&
     --links) links=$2; shift 2 ;;
-    --output) output=$2; shift 2 ;;
     --script) script=$2; shift 2 ;;
     --ranks-per-host) ranks=$2; shift 2 ;;
-    -h | --help) sed -n '3,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '3,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
@@ -57,17 +53,9 @@ done
 
 a=apex-a-$$ b=apex-b-$$
 children=()
-relay=
-stop_relay() {
-  [ -n "$relay" ] || return 0
-  kill "$relay" 2>/dev/null || true
-  wait "$relay" 2>/dev/null || true # its devices go with it
-  relay=
-}
 # shellcheck disable=SC2317,SC2329  # called by the trap
 cleanup() {
   for child in "${children[@]}"; do kill "$child" 2>/dev/null || true; done
-  stop_relay
   ip netns del "$a" 2>/dev/null || true
   ip netns del "$b" 2>/dev/null || true
 }
@@ -78,15 +66,11 @@ ip netns add "$a" || fail "this kernel or container does not allow network names
 ip netns add "$b"
 for namespace in "$a" "$b"; do ip -n "$namespace" link set lo up; done
 
-bring_up() {
+join_hosts() { # join_by_veth RATE DELAY
+  ip -n "$a" link add link0 type veth peer name link0 netns "$b" || fail "this kernel has no veth."
   ip -n "$a" addr add 10.99.0.1/24 dev link0
   ip -n "$b" addr add 10.99.0.2/24 dev link0
   for namespace in "$a" "$b"; do ip -n "$namespace" link set link0 mtu "$mtu" up; done
-}
-
-join_by_veth() { # join_by_veth RATE DELAY
-  ip -n "$a" link add link0 type veth peer name link0 netns "$b" || fail "this kernel has no veth."
-  bring_up
   for namespace in "$a" "$b"; do
     # Segments of 64 KB would pass the rate limit in bursts that no real link has.
     ip netns exec "$namespace" ethtool -K link0 tso off gso off gro off >/dev/null 2>&1 ||
@@ -95,27 +79,10 @@ join_by_veth() { # join_by_veth RATE DELAY
       tc -n "$namespace" qdisc add dev link0 root tbf rate "$1" burst 64kb latency 50ms ||
         fail "tc could not limit the rate to $1: the kernel lacks the queue discipline tbf."
     else
-      tc -n "$namespace" qdisc add dev link0 root netem delay "$2" rate "$1" limit 10000
+      tc -n "$namespace" qdisc add dev link0 root netem delay "$2" rate "$1" limit 10000 ||
+        fail "a delay needs the queue discipline netem, which the kernel lacks."
     fi
   done
-}
-
-join_by_relay() { # join_by_relay RATE DELAY, in mbit or gbit and in ms
-  local mbit=${1%?bit}
-  case $1 in
-    *mbit) ;;
-    *gbit) mbit=${mbit}000 ;;
-    *) fail "without netem a rate is given in mbit or gbit, not as $1." ;;
-  esac
-  "$python" "$here/delayed_link.py" "apxa$$" "apxb$$" --mbit "$mbit" --delay-ms "${2%ms}" --mtu "$mtu" &
-  relay=$!
-  until [ -e "/sys/class/net/apxb$$" ]; do
-    kill -0 "$relay" 2>/dev/null || fail "without netem a delay needs the kernel's TUN devices."
-    sleep 0.1
-  done
-  ip link set "apxa$$" name link0 netns "$a"
-  ip link set "apxb$$" name link0 netns "$b"
-  bring_up
 }
 
 host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are those of its first rank
@@ -126,7 +93,7 @@ host_in() { # host_in NAMESPACE FIRST_RANK NAME LINK; status and output are thos
       for ((rank = FIRST + 1; rank < FIRST + RANKS; ++rank)); do RANK=$rank "$@" >/dev/null & done
       RANK=$FIRST "$@" || exit
       wait' host \
-    "$python" "$here/$script.py" --output "$output" --name "$3" --link "$4" "${arguments[@]}"
+    "$python" "$here/$script.py" --name "$3" --link "$4" "${arguments[@]}"
 }
 
 # Wait at most three minutes. Otherwise the remaining load of the last link would count as another program's, and the next
@@ -139,28 +106,17 @@ let_load_fall() {
   done
 }
 
-# If the queueing discipline cannot delay packets, the relay does.
-ip -n "$a" link add probe0 type dummy 2>/dev/null || ip -n "$a" link add probe0 type veth
-have_netem=false
-tc -n "$a" qdisc add dev probe0 root netem delay 1ms 2>/dev/null && have_netem=true
-ip -n "$a" link del probe0
-
 status=0
 set -f
 for link in $links; do
   [ "$link" = "${links%% *}" ] || let_load_fall
   rate=${link%/*} delay=${link#*/}
-  by=tbf name=netns-$rate
-  [ "$delay" = 0 ] || by=netem name=netns-$rate-$delay
+  name=netns-$rate
+  [ "$delay" = 0 ] || name+=-$delay
   [ "$script" = ddp ] || name+=-$script
   [ "$ranks" = 1 ] || name+=-${ranks}ranks
-  if [ "$by" = netem ] && ! $have_netem; then
-    by=relay
-    join_by_relay "$rate" "$delay"
-  else
-    join_by_veth "$rate" "$delay"
-  fi
-  described="$rate, delay $delay each way, MTU $mtu, by $by"
+  join_hosts "$rate" "$delay"
+  described="$rate, delay $delay each way, MTU $mtu"
   echo "== link: $described"
   ip netns exec "$a" ping -q -c 20 -i 0.01 10.99.0.2 2>/dev/null | tail -1 || true
   host_in "$b" "$ranks" "$name" "$described" >/dev/null & # rank 0 prints the results
@@ -168,7 +124,6 @@ for link in $links; do
   (host_in "$a" 0 "$name" "$described") || status=$?
   wait "${children[0]}" || status=$?
   children=()
-  stop_relay
   ip -n "$a" link del link0 2>/dev/null || true
 done
 exit "$status"

@@ -303,12 +303,8 @@ def main() -> None:
     parser.add_argument("--counts", type=harness.positive_int, nargs="+", default=[20, 50, 100])
     parser.add_argument("--instructions", action="store_true",
                         help="count instructions with valgrind, no times")  # fmt: skip
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="20 rounds, sizes 64 and 4096; printed, and written only with --output",
-    )
-    parser.add_argument("--output", help="folder for the JSON (default: benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="20 rounds, sizes 64 and 4096")
+    parser.add_argument("--output", help="folder for NAME.json (default: only print)")
     parser.add_argument("--name", help="file name without suffix (default: overhead, with "
                         "--instructions overhead-instructions)")  # fmt: skip
     arguments = parser.parse_args()
@@ -338,8 +334,7 @@ def main() -> None:
         print(report(result))
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
     complete = {"machine": described, "settings": settings, **result}
-    if not harness.only_printed(arguments):
-        print(f"\nwrote {harness.write(arguments.name, complete, arguments.output)}")
+    harness.write(arguments.name, complete, arguments.output)
     if not arguments.instructions:
         harness.warn_if_busy(described)
 

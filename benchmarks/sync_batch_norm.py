@@ -128,8 +128,8 @@ def main() -> None:
         "--max-elements", type=harness.positive_int, default=1 << 25, help="skip larger inputs"
     )
     parser.add_argument("--threads", type=harness.positive_int, default=1, help="CPU threads")
-    parser.add_argument("--output", help="folder for the JSON (default: benchmarks/results)")
-    parser.add_argument("--name", default="", help="write NAME.json there (default: print only)")
+    parser.add_argument("--output", help="folder for NAME.json (default: only print)")
+    parser.add_argument("--name", default="sync-batch-norm", help="file name without suffix")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -165,8 +165,8 @@ def main() -> None:
                     result["batch_norm"].append(row)
                     if rank == 0:
                         print(report([row]).splitlines()[-1], flush=True)
-    if rank == 0 and options.name:
-        print(f"\nwrote {harness.write(options.name, result, options.output)}")
+    if rank == 0:
+        harness.write(options.name, result, options.output)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -133,7 +133,7 @@ import sys
 from importlib.metadata import version
 
 sources = ["CMakeLists.txt", "pyproject.toml", "cmake", "cpp", "python"]
-unused = ("cpp/tests/", "cpp/examples/", "cpp/benchmarks/", "python/tests/")
+unused = ("cpp/tests/", "cpp/examples/", "python/tests/")
 names = []
 if shutil.which("git"):
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *sources]

@@ -244,17 +244,6 @@ def test_page_has_the_words_that_are_searched_for(page: str) -> None:
     assert [word for word in SEARCHES[page] if word.lower() not in text] == []
 
 
-def test_readme_figures_are_measured_ones() -> None:
-    table = re.search(r"^\| on CPUs.*?(?=\n\n)", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert table is not None
-    measured = re.findall(r"\d+\.\d+", (DOCS / "performance.md").read_text())
-    found = re.findall(r"([\d.]+) ms|\((0\.\d+)\)", table[0])
-    assert len(found) == 13
-    for figure in filter(None, (a or b for a, b in found)):
-        digits = len(figure.partition(".")[2])
-        assert any(f"{float(m):.{digits}f}" == figure for m in measured), figure
-
-
 @pytest.mark.parametrize(
     "name", [".readthedocs.yaml", ".github/workflows/docs.yml", ".github/workflows/tests.yml"]
 )

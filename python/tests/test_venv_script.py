@@ -177,24 +177,7 @@ def test_check_types_no_python_fails_with_one_sentence() -> None:
     assert "there is no /nowhere/python3 here" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["netns.sh", "gpu/prepare.sh", "gpu/run.sh"])
-def test_benchmark_script_says_what_it_does_and_what_is_missing(script: str) -> None:
-    def run(argument: str) -> subprocess.CompletedProcess[str]:
-        path = SCRIPT.parents[1] / "benchmarks" / script
-        return subprocess.run(
-            ["bash", str(path), argument], capture_output=True, text=True, timeout=60
-        )
 
-    helped = run("--help")
-    assert helped.returncode == 0 and "SPDX" not in helped.stdout
-    option, said = {
-        "netns.sh": ("--links", "--links needs "),
-        "gpu/run.sh": ("--only", "--only needs "),
-        "gpu/prepare.sh": ("--onyl", "it takes no argument '--onyl'"),
-    }[script]
-    refused = run(option)
-    assert refused.returncode != 0 and "unbound" not in refused.stderr
-    assert said in refused.stderr
 
 
 def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
