@@ -123,7 +123,7 @@ REPORTS = (
     "cpp/src/watch/stall",
     "cpp/src/step/step_times",
     "cpp/src/reducer/overlap_report",
-    "python/apex/_doctor",
+    "python/apex/doctor",
     "python/apex/demo",
 )
 #: What begins like this names a collective, a variable or a file.

@@ -52,7 +52,6 @@ SLOWEST = (
     "test_campaign",
     "test_package_examples",
     "test_package_wheel",
-    "test_doctor",
     "test_ddp_skip",
     "test_sync_batch_norm",
     "test_host_backend",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 @pytest.mark.processes
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
-def test_demo_names_the_rank_that_is_slow_late_and_killed(tmp_path: Path) -> None:
+def test_demo_names_the_rank_that_is_late_and_killed_and_writes_no_files(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "apex.demo"],
         cwd=tmp_path,
@@ -23,10 +22,7 @@ def test_demo_names_the_rank_that_is_slow_late_and_killed(tmp_path: Path) -> Non
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 holds up the others" in done.stdout
-    assert "between the gradients of '2.bias' and '2.weight'" in done.stdout
     assert "rank 1 holds it up" in done.stderr
     assert "its last gradient was that of '2.bias'" in done.stderr
     assert "rank 1 has ended" in done.stdout
-    events = json.loads((tmp_path / "apex-demo-trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
+    assert not list(tmp_path.iterdir())

@@ -28,7 +28,6 @@ LAYERS = (
     ("apex.contrib", "apex.amp"),
     ("apex.fp16_utils", "apex.parallel"),
     ("apex", "apex.cmake_dir"),
-    ("apex._doctor",),
     ("amp_C", "apex_C", "apex.__main__", "apex.demo", "apex.doctor"),
 )
 
