@@ -45,7 +45,7 @@ QUERIES = {
     "nccl timeout": "troubleshooting",
     "no_sync": "howto/accumulation",
     "out of memory": "troubleshooting",
-    "pytorch lightning": "howto/lightning",
+    "pytorch lightning": "howto/libraries",
     "rank world size": "concepts",
     "reproducible": "troubleshooting",
     "resume checkpoint": "howto/checkpointing",

@@ -229,7 +229,6 @@ SEARCHES = {
     "howto/compile.md": ("torch.compile", "graph breaks", "fullgraph"),
     "howto/cuda_graphs.md": ("CUDAGraph", "capture", "replay"),
     "howto/libraries.md": ("ApexOptimWrapper", "ApexScaler", "fusedlamb", "ignite", "Accelerate"),
-    "howto/lightning.md": ("Trainer", "DDPStrategy", "sync_batchnorm", "pytorch_lightning"),
     "troubleshooting.md": ("deadlock", "stuck", "OOM", "NaN", "diverges", "slow", "timeout"),
     "install.md": ("--cuda_ext", "setup.py", "--no-build-isolation", "nvcc", "wheel"),
     "concepts.md": ("DataParallel", "GIL", "local rank", "all-reduce", "CUDA_VISIBLE_DEVICES"),

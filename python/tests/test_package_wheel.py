@@ -71,10 +71,9 @@ def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution)
     }
     imported = set()
     parallel = ROOT / "python" / "apex" / "parallel"
-    # their errors name the package to install
-    optional = {parallel / "integrations", parallel / "_plots.py"}
+    optional = {parallel / "_plots.py"}  # its error names the package to install
     for path in (ROOT / "python" / "apex").rglob("*.py"):
-        if path in optional or path.parent in optional:
+        if path in optional:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

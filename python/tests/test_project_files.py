@@ -37,7 +37,7 @@ def extras(text: str) -> list[str]:
 def test_extras_that_pages_name_exist() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     named = {extra for page in pages for extra in extras(page.read_text())}
-    assert {"examples", "lightning", "plots"} <= named <= set(PROJECT["optional-dependencies"])
+    assert {"examples", "plots"} <= named <= set(PROJECT["optional-dependencies"])
 
 
 def test_extra_examples_holds_what_the_mnist_example_requires() -> None:

@@ -228,27 +228,6 @@ def test_ensure_venv_failure_deletes_only_what_it_made(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_clients_keeps_a_folder_that_it_has_not_made(tmp_path: Path) -> None:
-    executable(tmp_path / "venv" / "bin" / "python", "#!/bin/sh\necho 0.28\n")
-    mine = tmp_path / "folder" / "mine"
-    mine.parent.mkdir()
-    mine.write_text("precious")
-    done = subprocess.run(
-        ["bash", str(SCRIPT.parent / "clients.sh")],
-        env={
-            **os.environ,
-            "APEX_VENV": str(tmp_path / "venv"),
-            "APEX_CLIENTS": str(mine.parent),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "was not made by this script" in done.stderr
-    assert mine.read_text() == "precious"
-
-
 def test_relative_paths_of_environments_work(tmp_path: Path) -> None:
     """A folder next to them is not mistaken for an installed module."""
     (tmp_path / "python").symlink_to(sys.executable)
