@@ -6,10 +6,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <apex/amp/cast.h>
 #include <apex/amp/loss_scaler.h>
 
 #include "torch_caster.h"
@@ -40,17 +38,6 @@ void construct(LossScaler* self, double init_scale, bool dynamic, double growth_
 }  // namespace
 
 void init_loss_scaler(nb::module_& m) {
-  m.def(
-      "cast",
-      [](const at::Tensor& tensor, nb::handle dtype) {
-        if (!THPDtype_Check(dtype.ptr())) throw nb::type_error("cast: dtype is not a torch.dtype.");
-        const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-        const nb::gil_scoped_release no_gil;
-        return amp::cast(tensor, type);
-      },
-      "tensor"_a, "dtype"_a,
-      nb::sig("def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor"),
-      "tensor.to(dtype) with a backward that also takes sparse gradients.");
   nb::class_<LossScaler>(m, "LossScaler",
                          "Scales a loss, unscales gradients, notices inf and nan, adapts the "
                          "scale. State lives on the device of the loss; nothing blocks the host "

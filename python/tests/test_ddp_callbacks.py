@@ -4,7 +4,6 @@ steps."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,8 +22,6 @@ from ddp_support import (
     host_channel,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from apex.parallel import DistributedDataParallel
 
@@ -359,70 +356,6 @@ def _keeps_sums(rank: int, world: int) -> None:
 
 def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
     ranks.run(2, _keeps_sums)
-
-
-# --- mixed_precision ---
-
-
-class Normed(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = (
-            torch.nn.Linear(6, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Linear(8, 3),
-        )
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
-        hidden = torch.tanh(self.norm(self.a(x)))
-        self.seen = [x.dtype, scale["by"].dtype, self.a.weight.dtype, self.norm.running_mean.dtype,
-                     hidden.dtype]  # fmt: skip
-        return self.b(hidden * scale["by"])
-
-
-def _runs_narrow(rank: int, world: int, hook: str | None) -> None:
-    torch.manual_seed(0)
-    model = Normed()
-    narrow = torch.bfloat16
-    policy = _MixedPrecision(
-        param_dtype=narrow,
-        buffer_dtype=narrow,
-        reduce_dtype={None: None, "fp32": torch.float32, "fp16": torch.float16}[hook],
-    )
-    ddp = DistributedDataParallel(model, mixed_precision=policy)
-    means = {}
-    for r in range(world):
-        # The computation of one rank: the module itself in bfloat16.
-        other = copy.deepcopy(model).to(narrow)
-        other(
-            batch(r, 0).to(narrow), {"by": torch.tensor(2.0, dtype=narrow)}
-        ).float().square().sum().backward()
-        for name, grad in gradients(other).items():
-            means[name] = means.get(name, 0) + grad.float() / world
-        if r == rank:
-            running = other.norm.running_mean.float()
-    ddp(batch(rank, 0), scale={"by": torch.tensor(2.0)}).float().square().sum().backward()
-    check_equal(model.seen, [narrow] * 5, "dtypes in forward")
-    check_near(model.norm.running_mean, running, "running mean", 1e-6)
-    for name, grad in gradients(ddp).items():
-        check_equal(grad.dtype, torch.float32, name)
-        check_near(grad, means[name], name, 1e-2)
-    sent_as = {None: narrow, "fp16": torch.float16}.get(hook)
-    fits = (
-        all(torch.equal(g, g.to(sent_as).float()) for g in gradients(ddp).values())
-        if sent_as
-        else None
-    )
-    check(fits in (True, None), f"gradients were not sent as {sent_as}")
-    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
-    # A user hook replaces the communication dtype.
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-
-
-@pytest.mark.parametrize("hook", [None, "fp32", "fp16"])
-def test_mixed_precision_casts_forward_and_communication(ranks: RankPool, hook: str | None) -> None:
-    ranks.run(2, _runs_narrow, hook)
 
 
 # --- profiler ranges ---

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,24 +270,6 @@ def test_compile_dynamic_shapes_averages(
     ranks: RankPool, inside: bool, dynamic: bool | None
 ) -> None:
     ranks.run(2, _varies, dynamic, inside, timeout_s=TIMEOUT_S)
-
-
-def _narrows(rank: int, world: int, inside: bool) -> None:
-    model = stack_of("stack")
-    precision = SimpleNamespace(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=None
-    )
-    pieces = Pieces()
-    _, called = wrap(model, pieces, inside, mixed_precision=precision)
-    for step in range(3):
-        check_compiled_step(model, called, rank, step, tolerance=5e-2)
-    # The casts of all parameters come first, so their backward comes last, and a split has no use.
-    check_equal(pieces.graphs, 1, "graphs")
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_compile_mixed_precision_averages(ranks: RankPool, inside: bool) -> None:
-    ranks.run(2, _narrows, inside, timeout_s=TIMEOUT_S)
 
 
 def _profiles(rank: int, world: int, inside: bool) -> None:

@@ -9,7 +9,7 @@ import os
 import unittest.mock
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -105,12 +105,6 @@ def _other_options(rank: int, world: int, name: str, values: list[Any], said: st
         DistributedDataParallel(nn.Linear(2, 2), **{name: values[rank]})
 
 
-class Policy(NamedTuple):
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-
-
 @pytest.mark.parametrize(("name", "values", "said"), [
     ("message_size", [10, 20], "bucket size=10"),
     ("bucket_cap_mb", [1, 2], "bucket size="),
@@ -128,9 +122,6 @@ class Policy(NamedTuple):
     ("forward_sync_buffers", [None, True], "without broadcast_buffers, rank 1 with broadcast"),
     ("num_allreduce_streams", [1, 2], "without num_allreduce_streams, rank 1 with num"),
     ("registered_buffers", [False, True], "without registered_buffers, rank 1 with regis"),
-    ("mixed_precision", [None, Policy(torch.bfloat16)], "without mixed_precision, rank 1 with"),
-    ("mixed_precision", [Policy(torch.float16), Policy(torch.bfloat16)], "param_dtype"),
-    ("mixed_precision", [Policy(None, torch.float16), Policy()], "reduce_dtype"),
 ], ids=str)  # fmt: skip
 def test_options_that_differ_between_ranks_raise(
     ranks: RankPool, name: str, values: list[Any], said: str
@@ -225,7 +216,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("cap_list_zero", {"bucket_cap_mb_list": [1, 0]}, ValueError, "bucket_cap_mb_list must be"),
     ("cap_list_text", {"bucket_cap_mb_list": "12"}, TypeError, "bucket_cap_mb_list must be"),
     ("two_sizes", {"message_size": 5, "bucket_cap_mb": 1}, ValueError, "pass only one of them"),
-    ("shared_param", {"shared_param": True}, ValueError, "shared_param is not an option"),
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
     ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
@@ -240,7 +230,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("predivide_zero", {"gradient_predivide_factor": 0.0}, ValueError, "must be positive"),
     ("predivide_nan", {"gradient_predivide_factor": float("nan")}, ValueError, "must be positive"),
     ("predivide_inf", {"gradient_predivide_factor": float("inf")}, ValueError, "finite"),
-    ("mixed_precision", {"mixed_precision": object()}, TypeError, "param_dtype is 'missing'"),
     ("two_devices", {"device_ids": [0, 1]}, ValueError, "one process per device"),
     ("output_device", {"output_device": 0}, ValueError, "needs device_ids"),
     ("one_device", {"device_ids": 0}, TypeError, "got 0: pass device_ids=[0]."),

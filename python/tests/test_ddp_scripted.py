@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from ddp_support import (
     check_gradients,
     check_same_on_all_ranks,
     check_step,
-    gradients,
     mean_over_ranks,
     raises,
 )
@@ -122,29 +120,6 @@ def _normed(rank: int, world: int) -> None:
 
 def test_scripted_batch_norm_broadcasts_its_buffers(ranks: RankPool) -> None:
     ranks.run(2, _normed)
-
-
-def _scripted_narrow(rank: int, world: int, kind: str) -> None:
-    narrow = torch.bfloat16
-    policy = SimpleNamespace(param_dtype=narrow, reduce_dtype=torch.float32, buffer_dtype=None)
-    model = build(KINDS[kind][0])
-    plain = build(KINDS[kind][1])
-    plain.load_state_dict(model.state_dict())
-    plain.to(narrow)
-    expected = mean_over_ranks([
-        alone(plain, lambda m, r=r: m(data(r).to(narrow)).square().sum()) for r in range(world)
-    ])  # fmt: skip
-    ddp = DistributedDataParallel(model, mixed_precision=policy)
-    for step in range(2):
-        ddp.zero_grad()
-        _loss(ddp, rank).backward()
-        check_gradients(ddp, expected, f"step {step}", 3e-2)
-        check_equal({g.dtype for g in gradients(ddp).values()}, {torch.float32}, "dtypes")
-
-
-@pytest.mark.parametrize("kind", ["script", "child"])
-def test_scripted_module_mixed_precision_averages(ranks: RankPool, kind: str) -> None:
-    ranks.run(2, _scripted_narrow, kind)
 
 
 class Lazy(nn.Module):

@@ -570,12 +570,6 @@ def _refuses(rank: int, world: int) -> None:
         OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
     with raises(RuntimeError, "CountsInGroup", "'step'"):
         train(ddp, optimizer, rank, clear_first=True)
-    mixed = type(
-        "Mixed", (), {"param_dtype": torch.bfloat16, "reduce_dtype": None, "buffer_dtype": None}
-    )
-    other = make(mixed_precision=mixed())
-    with raises(ValueError, "mixed_precision"):
-        OverlappedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other)
 
 
 def test_wrong_use_is_refused(ranks: RankPool) -> None:

@@ -4,7 +4,6 @@
 /// Includes all headers of apex's C++ interface.
 
 #include <apex/amp/autocast.h>
-#include <apex/amp/cast.h>
 #include <apex/amp/loss_scaler.h>
 #include <apex/distributed/collectives.h>
 #include <apex/distributed/host_backend.h>

@@ -43,19 +43,13 @@ class Hooks:
     """The hooks registered with a wrapper. Each of its reducers gets all of them.
 
     Copies of the wrapper have the same communication hook, but no callback, optimizer or shards.
-
-    Args:
-        comm_hook: the built-in hook that mixed precision needs. A script's hook replaces it.
     """
 
     callback: Callable[[ReducedBucket], None] | None = None
     optimizer: Any = None  # the OverlappedOptimizer, if any
     timeline: Timeline | None = None  # while overlap is recorded
+    comm_hook: CommHook | None = None
     _parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
-
-    def __init__(self, comm_hook: str | None) -> None:
-        self.comm_hook: CommHook | None = comm_hook
-        self._default = comm_hook
 
     def install(self, reducer: _core.Reducer, parameters: Sequence[nn.Parameter]) -> None:
         """Register all hooks with a new reducer of these parameters."""
@@ -83,7 +77,7 @@ class Hooks:
             # The newest first: an optimizer that replaces another one has its parameters, whether
             # or not the old one was collected on this rank.
             comm_hook = ShardHook((*comm_hook.shards, *map(weakref.ref, held.living())))
-        elif held is not None and held != self._default:
+        elif held is not None:
             raise RuntimeError(
                 "a communication hook is already registered, and a wrapper can have only one."
             )
@@ -136,8 +130,8 @@ class Hooks:
         reducer.set_bucket_callback(run)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("comm_hook", "_default", "timeline")
+        kept = ("comm_hook", "timeline")
         state = {name: value for name, value in self.__dict__.items() if name in kept}
         if self.into_shards:  # of the parameters of this wrapper
-            state["comm_hook"] = self._default
+            state["comm_hook"] = None
         return state

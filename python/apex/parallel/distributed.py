@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms import join as torch_join
 
 from apex import _core
+from apex._internal import not_served
 from apex._internal.flat import flatten, unflatten
 from apex._internal.group_names import name_of
 from apex._internal.refused import DataParallelWrapper
@@ -26,7 +27,6 @@ from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
 from apex.parallel._hooks import Hooks, ReducedBucket, ShardHook
 from apex.parallel._join import Join, TorchJoin, TorchJoinHook
-from apex.parallel._mixed_precision import Casts, MixedPrecision
 from apex.parallel._read_through import ReadsThrough
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
@@ -129,10 +129,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         delay_all_reduce_named_params: no effect on the result: these parameters are reduced with
             the others.
         param_to_hook_all_reduce: no effect, see ``delay_all_reduce_named_params``.
-        mixed_precision: an object with ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``, as
-            torch's ``_MixedPrecision``. Forward runs on casts of parameters, inputs and buffers.
-            Gradients are communicated in ``reduce_dtype`` (default: ``param_dtype``). ``.grad`` has
-            the parameters' own dtype.
+        mixed_precision: refused; use ``torch.autocast``.
         device_mesh: a one-dimensional mesh instead of ``process_group``.
         skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
             once the bucket plan is recorded).
@@ -241,10 +238,9 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         _options.check_size(message_size, bucket_cap_mb)
         _options.check_streams(num_allreduce_streams, allreduce_communicators, delay_allreduce)
         if shared_param is not None:
-            raise ValueError(
-                "shared_param is not an option any more, because a parameter used in several "
-                "places needs no option: remove the argument."
-            )
+            not_served.refuse("DistributedDataParallel(shared_param=...)", ValueError)
+        if mixed_precision is not None:
+            not_served.refuse("DistributedDataParallel(mixed_precision=...)", ValueError)
         _options.warn_ignored(gradient_average_split_factor)
         if device_mesh is not None:
             if process_group is not None:
@@ -284,8 +280,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         self.on_divergence = _options.one_of("on_divergence", on_divergence, actions)
         self.replica_check_every = _options.checks_every(replica_check_every)
         self._torch_join: TorchJoin | None = None  # created last
-        mixed = None if mixed_precision is None else MixedPrecision(mixed_precision)
-        self._mixed_precision = mixed
         options = EngineOptions(
             reducer={
                 **_options.bucket_limits(message_size, bucket_cap_mb, first_bucket_bytes),
@@ -306,12 +300,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             settings=_options.settings(
                 num_allreduce_streams=(num_allreduce_streams, 1),
                 registered_buffers=(bool(registered_buffers), False),
-                mixed_precision=(None if mixed is None else mixed.describe(), None),
             ),
             trigger_names=_options.trigger_names(allreduce_trigger_params, module),
             ignored=self.parameters_to_ignore,
             communicators=num_allreduce_streams,
-            overlaps=not delay_allreduce and mixed is None,
+            overlaps=not delay_allreduce,
         )
         for name, value in (
             ("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
@@ -319,7 +312,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             ("lazy_bucket_allocation", lazy_bucket_allocation),
         ):
             _options.switch(name, value)
-        hooks = Hooks(None if mixed is None else mixed.communication_hook)
+        hooks = Hooks()
         copies = _options.switch("broadcast_buffers", broadcast_buffers)
         if forward_sync_buffers is not None:
             copies |= _options.switch("forward_sync_buffers", forward_sync_buffers)
@@ -377,7 +370,7 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             torch.profiler.record_function(name) if self.prof else _NO_RANGE,
             timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
         ):
-            inputs, kwargs, casts = enter(inputs, kwargs, training)
+            inputs, kwargs = enter(inputs, kwargs, training)
             active = _compile.active
             outer = active.wrapper
             if training and self._engine.splits_graphs:
@@ -385,33 +378,24 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 active.wrapper = _compile.registry._active_ddp_module = self
             try:
                 output = self._call_module(inputs, kwargs)
-            except BaseException:
-                if casts is not None and self._mixed_precision is not None:
-                    self._mixed_precision.put_back(casts)
-                raise
             finally:
                 active.wrapper = _compile.registry._active_ddp_module = outer
-            return leave(output, training, casts)
+            return leave(output, training)
 
     def _enter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Casts | None]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._input_device is not None:
             inputs = _options.move(inputs, self._input_device)
             kwargs = _options.move(kwargs, self._input_device)
         if training:
             self._prepare()
-        if self._mixed_precision is None:
-            return inputs, kwargs, None
-        return self._mixed_precision.enter(self.module, inputs, kwargs)
+        return inputs, kwargs
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.module(*inputs, **kwargs)
 
-    def _leave(self, output: Any, training: bool, casts: Casts | None) -> Any:
-        if casts is not None and self._mixed_precision is not None:
-            self._mixed_precision.put_back(casts)
-            self._mixed_precision.leave(self.module, casts, output, training)
+    def _leave(self, output: Any, training: bool) -> Any:
         if self._output_device is not None:
             output = _options.move(output, self._output_device)
         if training and output is not None:
@@ -431,13 +415,11 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
     _leave_untraced = torch._disable_dynamo(_leave)
 
     def _prepare(self) -> None:
-        engine, mixed = self._engine, self._mixed_precision
+        engine = self._engine
         reducer = engine.reducer
         if reducer is None and not self.training:
             return  # some ranks may evaluate alone; see refuse_backward()
-        changed = reducer is None or (
-            (mixed is None or not mixed.in_place) and engine.module_changed()
-        )
+        changed = reducer is None or engine.module_changed()
         if torch._C._dispatch_tls_is_dispatch_key_included(_IN_TRANSFORM):
             # Within a transform of torch.func nothing is communicated. Gradients that an outer
             # backward accumulates in the parameters are averaged.
@@ -593,9 +575,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                 ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
                 ``on_failure="skip"``; while a backward ends, as in a bucket callback.
         """
-        engine, mixed = self._engine, self._mixed_precision
-        in_place = mixed is not None and mixed.in_place
-        if engine.reducer is not None and not in_place and engine.module_changed():
+        engine = self._engine
+        if engine.reducer is not None and engine.module_changed():
             # The other processes detect the change in their forward, but this process may run no
             # forward.
             return engine.make_reducer(init_sync=True).skip_step()

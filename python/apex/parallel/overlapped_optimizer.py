@@ -124,7 +124,7 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     Raises:
         TypeError: for other objects.
-        ValueError: if ``model`` has ``mixed_precision`` or already an OverlappedOptimizer, or for
+        ValueError: if ``model`` already has an OverlappedOptimizer, or for
             an optimizer that is known not to update parameters one by one.
 
     In every step, a parameter must be used in the forward of the module that owns it, or of the
@@ -157,11 +157,6 @@ class OverlappedOptimizer(WrappedOptimizer):
                     f"{name} cannot step its parameters one module at a time: use it without "
                     "OverlappedOptimizer."
                 )
-        if model._mixed_precision is not None:
-            raise ValueError(
-                "mixed_precision casts all parameters before forward, so forward could not overlap "
-                "with communication: use torch.autocast, or do not use OverlappedOptimizer."
-            )
         engine = model._engine
         if engine.hooks.optimizer is not None:
             raise ValueError(
