@@ -46,12 +46,12 @@ _GIB = 1 << 30
 class Host:
     """What the rules read.
 
-        gpu_files: the number of files /dev/nvidia<number>.
-        cores: the number of cores that this process may use, by affinity and CPU limit.
-        shm: the size of /dev/shm in bytes; None if it does not exist.
-        batch_norm: the largest relative error, NaN if an operator failed, and its limit.
-        all_reduce: latency in seconds and bytes per second, by backend.
-        shares_memory: whether the backend ``apex`` used shared memory; None if not measured.
+    gpu_files: the number of files /dev/nvidia<number>.
+    cores: the number of cores that this process may use, by affinity and CPU limit.
+    shm: the size of /dev/shm in bytes; None if it does not exist.
+    batch_norm: the largest relative error, NaN if an operator failed, and its limit.
+    all_reduce: latency in seconds and bytes per second, by backend.
+    shares_memory: whether the backend ``apex`` used shared memory; None if not measured.
     """
 
     gpu_files: int

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -65,27 +64,6 @@ def _loads(rank: int, world: int, options: dict[str, Any]) -> None:
     check_step(again, rank, world, 8)
     held = [name for bucket in again.bucket_plan() for name in bucket]
     check("0.weight" not in held and len(held) == len(names) - 1, f"{held}")
-
-
-def _calls_the_former_name(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make())
-    check_step(ddp, rank, world, 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ddp.relearn()
-    check_equal([w.category for w in caught], [FutureWarning], "warnings")
-    check("rebuild_buckets()" in str(caught[0].message), str(caught[0].message))
-    check_equal(caught[0].filename, __file__, "where the warning points")
-    check_equal(ddp.bucket_plan(), None, "the plan after relearn()")
-    check_step(ddp, rank, world, 1)
-    statistics = ddp.statistics()
-    check_equal(statistics["plans_recorded"], 2, "plans recorded")
-    check_equal(statistics["plans_learnt"], 2, "the former name of the counter")
-
-
-@pytest.mark.processes
-def test_relearn_warns_and_rebuilds_buckets(ranks: RankPool) -> None:
-    ranks.run(2, _calls_the_former_name)
 
 
 @pytest.mark.processes

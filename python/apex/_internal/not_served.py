@@ -10,10 +10,16 @@ from typing import NoReturn
 
 INSTEAD = {
     "DistributedDataParallel(mixed_precision=...)": (
-        "use torch.autocast in forward, and register_builtin_comm_hook('bf16') for the communication"
+        "use torch.autocast, and register_builtin_comm_hook('bf16') for the communication"
     ),
     "DistributedDataParallel(shared_param=...)": (
         "remove the argument, because a parameter used in several places needs no option"
+    ),
+    "torch.distributed.algorithms.join.Join([DistributedDataParallel])": (
+        "use `with model.join():` around the loop"
+    ),
+    "torch.func.functional_call(DistributedDataParallel, ...)": (
+        "call it on model.module, whose gradients are averaged as well"
     ),
     "DistributedDataParallel._register_buffer_comm_hook": (
         "use broadcast_buffers=True, or reduce module.buffers() with torch.distributed after "

@@ -76,7 +76,7 @@ class Buffers:
     def __init__(self, module: nn.Module, ignored: Container[str] = ()) -> None:
         self._module = module
         self._ignored = ignored
-        self._agree(synchronized(module, (), ignored))
+        self._agree(synchronized(module, ignored))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         self._description = described(self._module, self._ignored)
@@ -86,15 +86,15 @@ class Buffers:
         span = "' to '".join(dict.fromkeys([names[0], names[-1]])) if names else ""
         self._what = f"broadcast of buffers ('{span}')" if names else "broadcast of buffers"
 
-    def take(self, group: dist.ProcessGroup, root: int, borrowed: Container[int]) -> None:
-        """Overwrite all buffers with those of rank ``root``, except those in ``borrowed``.
+    def take(self, group: dist.ProcessGroup, root: int) -> None:
+        """Overwrite all buffers with those of rank ``root``.
 
         Collective. On a CPU backend, blocks the host.
 
         Raises:
             BuffersDiffer: if this rank's buffers differ from rank ``root``'s.
         """
-        tensors = synchronized(self._module, borrowed, self._ignored)
+        tensors = synchronized(self._module, self._ignored)
         if not self._layout or any(not tensor.is_cpu for tensor in tensors):
             if tensors:
                 _core.broadcast_coalesced(tensors, name_of(group), root, self._what)
@@ -137,13 +137,8 @@ class Buffers:
         )
 
 
-def synchronized(
-    module: nn.Module, borrowed: Container[int], ignored: Container[str] = ()
-) -> list[torch.Tensor]:
+def synchronized(module: nn.Module, ignored: Container[str] = ()) -> list[torch.Tensor]:
     """All buffers except those named in ``ignored``, in the same order on every rank.
-
-    Buffers whose ids are in ``borrowed`` must not be written to. They are replaced by copies, so
-    that all ranks communicate the same sizes.
 
     Batch norm's running statistics are returned as ``.data``. Writing to them then does not
     invalidate tensors saved for a pending backward. Batch norm's own update does not either,
@@ -160,8 +155,5 @@ def synchronized(
         for buffer in part._buffers.values():
             if buffer is None or id(buffer) in buffers or id(buffer) in left_out:
                 continue
-            if id(buffer) in borrowed:
-                buffers[id(buffer)] = buffer.detach().clone()
-            else:
-                buffers[id(buffer)] = buffer.data if own else buffer
+            buffers[id(buffer)] = buffer.data if own else buffer
     return with_memory(list(buffers.values()))

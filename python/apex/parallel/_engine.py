@@ -22,11 +22,7 @@ from apex._internal.optimizer_steps import watch_optimizers
 from apex.parallel import _buffers, _options
 from apex.parallel._hooks import Hooks
 from apex.parallel._replicas import Replicas, watch_loads
-from apex.parallel._watched_module import (
-    WatchedModule,
-    included_parameters,
-    tensors_of_functional_call,
-)
+from apex.parallel._watched_module import WatchedModule, included_parameters
 
 
 class EngineOptions(NamedTuple):
@@ -217,7 +213,7 @@ class Engine:
         """Broadcast the buffers of rank `root`. Collective."""
         assert self._buffers_agreed is not None and self.process_group is not None
         try:
-            self._buffers_agreed.take(self.process_group, root, tensors_of_functional_call())
+            self._buffers_agreed.take(self.process_group, root)
         except _buffers.BuffersDiffer:
             if self.reducer is not None:
                 self.reducer.release()  # see Note [Buffers that change]

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from apex import _core
 from apex._internal.group_names import name_of
 from apex._internal.groups import end_groups_at_exit, require_group
-from apex.parallel import _in_backward
 from apex.parallel._tensor_lists import apply_flat_dist_call
 
 
@@ -49,7 +48,6 @@ class Reducer:
             _core.verify_same_model(names, parameters, [], group)
             _core.require_sendable(names, parameters, "parameter", group)
             _core.broadcast_coalesced(parameters, group, 0, "broadcast of a Reducer's parameters")
-            _in_backward.refuse(self.module, self.process_group)
         else:
             given: Any = module_or_grads_list
             if not torch.is_tensor(given) and not isinstance(given, Iterable):
@@ -66,7 +64,6 @@ class Reducer:
         averaged. On CUDA, blocks until the work is enqueued on the current stream.
         """
         if self.module is not None:
-            _in_backward.refuse(self.module, self.process_group)
             tensors = [p.grad for p in self.module.parameters() if p.grad is not None]
         else:
             tensors = self.grads

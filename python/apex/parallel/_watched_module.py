@@ -3,38 +3,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import stateless
 
 from apex import _core
-
-# Note [Tensors that functional_call puts in place]
-#
-# torch.func.functional_call(wrapper, tensors, ...) replaces entries of the module for one forward.
-# They look like replaced parameters, and may even be nn.Parameters. But they belong to the caller,
-# may be computed, may differ between ranks, and are removed after forward. So they do not count as
-# a change of the module, and nothing is written to them. Unlike permanently replaced parameters,
-# they exist only while forward runs inside functional_call.
-_FUNCTIONAL_CALL = stateless._functional_call.__code__
-
-
-def tensors_of_functional_call() -> dict[int, object]:
-    """The tensors by which the running functional_call() has replaced a module's own, by id."""
-    tensors: dict[int, object] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL:
-            values = frame.f_locals["parameters_and_buffers"].values()
-            tensors.update((id(tensor), tensor) for tensor in values)
-        frame = frame.f_back
-    return tensors
+from apex._internal import not_served
 
 
 def included_parameters(
@@ -62,21 +39,12 @@ class WatchedModule:
         self._wrapper: Callable[[], Any] = wrapper
         self._ignored = ignored
         self.parameters = self._present()
-        if self._are_borrowed(self.parameters):
-            raise RuntimeError(
-                "this DistributedDataParallel has no engine yet, and in functional_call() it "
-                "cannot see the module's own parameters: run one forward of the wrapper itself "
-                "first, on every rank."
-            )
+        if not all(isinstance(parameter, nn.Parameter) for parameter in self.parameters):
+            not_served.refuse("torch.func.functional_call(DistributedDataParallel, ...)")
         self._look()
 
     def _present(self) -> list[nn.Parameter]:
         return [p for _, p in included_parameters(self._wrapper().module, self._ignored)]
-
-    @staticmethod
-    def _are_borrowed(parameters: list[nn.Parameter]) -> bool:
-        tensors = tensors_of_functional_call()
-        return any(id(parameter) in tensors for parameter in parameters)
 
     def _look(self) -> None:
         parts = list(self._wrapper().modules())
@@ -103,4 +71,4 @@ class WatchedModule:
             if changed:
                 self._look()
             return False
-        return not self._are_borrowed(present)
+        return True

@@ -7,13 +7,12 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms import join as torch_join
 
 from apex import _core
 from apex._internal import not_served
@@ -22,12 +21,11 @@ from apex._internal.group_names import name_of
 from apex._internal.refused import DataParallelWrapper
 from apex._internal.tree import find_tensors
 from apex._internal.untraced import untraced
-from apex.parallel import _compile, _in_backward, _options, _state_dicts, _torch_names
+from apex.parallel import _compile, _options, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
 from apex.parallel._hooks import Hooks, ReducedBucket, ShardHook
-from apex.parallel._join import Join, TorchJoin, TorchJoinHook
-from apex.parallel._read_through import ReadsThrough
+from apex.parallel._join import Join
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
     apply_flat_dist_call,
@@ -62,7 +60,7 @@ _NO_RANGE = contextlib.nullcontext()
 _IN_TRANSFORM = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
-class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParallelWrapper):
+class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWrapper):
     r"""Averages the gradients of a module over the processes of a group, during backward.
 
     Each process holds the whole module and trains on its own part of the batch. The constructor
@@ -164,13 +162,8 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             Without such memory, a warning is logged once and torch's memory is used.
 
     Raises:
-        RuntimeError: if there is no process group, the processes hold different models, or an
-            optimizer steps parameters inside backward.
+        RuntimeError: if there is no process group, or the processes hold different models.
         ValueError: for contradictory arguments.
-
-    Attributes and methods of the module that the wrapper does not have are read through it:
-    ``model.fc`` is ``model.module.fc``. Names that begin with an underscore are excluded. To set
-    such an attribute, use ``model.module``.
 
     Construction, forward and backward are collective: every process of the group must take part.
     Construction blocks until all processes have joined. Not thread safe.
@@ -279,7 +272,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         actions = ("raise", "warn", "resync")
         self.on_divergence = _options.one_of("on_divergence", on_divergence, actions)
         self.replica_check_every = _options.checks_every(replica_check_every)
-        self._torch_join: TorchJoin | None = None  # created last
         options = EngineOptions(
             reducer={
                 **_options.bucket_limits(message_size, bucket_cap_mb, first_bucket_bytes),
@@ -331,12 +323,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             )
         engine.connect(process_group, allreduce_communicators, self.init_sync)
         name_layers(module, self.process_group)
-        self._refuse_steps_in_backward()
-
-    def _refuse_steps_in_backward(self) -> None:
-        # This comes after the collectives, so that no rank waits for a rank that raises.
-        _in_backward.refuse(self.module, self.process_group, self.parameters_to_ignore)
-        self._stepped_in_backward = _in_backward.parameters_known()
 
     @property
     def _reducer(self) -> _core.Reducer:
@@ -440,8 +426,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
                     "before join(), on every rank."
                 )
             reducer = engine.make_reducer(init_sync=True)
-        if self._stepped_in_backward != _in_backward.parameters_known():
-            self._refuse_steps_in_backward()
         reducer.prepare_for_forward()
         buffers = (
             engine.broadcast_buffers
@@ -699,39 +683,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
             return contextlib.nullcontext()
         return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination, scalers)
 
-    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
-        """The hook that ``torch.distributed.algorithms.join.Join([ddp, optimizer])`` requests.
-
-        Pass the wrapper first. ``divide_by_initial_world_size`` works as in :meth:`join`. Each
-        synchronized forward must be followed by one backward. For other loops, and for loss
-        scalers, use :meth:`join`.
-        """
-        self._torch_join = TorchJoin(self, kwargs.get("divide_by_initial_world_size", True))
-        return TorchJoinHook(self._torch_join)
-
-    # torch's Join reads and writes this property.
-    @property
-    def _join_config(self) -> Any:
-        if self._torch_join is None:
-            return torch_join._JoinConfig.construct_disabled_join_config()
-        return self._torch_join.config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        if self._torch_join is not None:  # join_hook() has been called
-            self._torch_join.begin(config)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors that torch's Join communicates: the module's device."""
-        return self._engine.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group that torch's Join uses."""
-        group: dist.ProcessGroup = self.process_group
-        return group
-
     # --- the plan ---
 
     @property
@@ -766,13 +717,6 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         """Discards the bucket plan: the next backward records the order of gradients and makes a
         new one. Call it on every process."""
         self._reducer.rebuild_buckets()
-
-    def relearn(self) -> None:
-        """Deprecated name of :meth:`rebuild_buckets`."""
-        warnings.warn(
-            "relearn() was renamed to rebuild_buckets(): call that.", FutureWarning, stacklevel=2
-        )
-        self.rebuild_buckets()
 
     def bucket_plan(self) -> list[list[str]] | None:
         """The names of the parameters in each bucket, in launch order; None before it is recorded.
@@ -914,30 +858,10 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         covered = self._engine.parameters
         return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 
-    # --- state dicts ---
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Like ``nn.Module``'s, for keys with or without the prefix ``module.``.
-
-        Every process must load the same state, because nothing is communicated here. If replicas
-        are compared (``replica_check_every``), the next backward compares the whole state. So it
-        does after ``model.module.load_state_dict()``.
-
-        Raises:
-            RuntimeError: if some of the keys begin with ``module.`` and some do not; or as in
-                ``nn.Module``.
-        """
-        if isinstance(state_dict, Mapping):
-            state_dict = _state_dicts.with_prefix(self, state_dict)
-        self._engine.check_replicas_next()
-        return super().load_state_dict(state_dict, strict, assign)
-
     # --- copies: the engine and the groups belong to the process ---
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_torch_join": None, "_engine": copy.copy(self._engine)}
+        state = {**self.__dict__, "_engine": copy.copy(self._engine)}
         state.pop("device_mesh", None)
         return state
 
@@ -946,7 +870,3 @@ class DistributedDataParallel(ReadsThrough, _torch_names.TorchNames, DataParalle
         base.__setstate__(state)
         # The first forward in train() connects to the default group; evaluation needs none.
         self._engine.belong_to(self)
-
-
-# Registered as a Joinable, without the overhead of an abstract base class.
-torch_join.Joinable.register(DistributedDataParallel)

@@ -451,9 +451,6 @@ class APEX_API Reducer {
   /// for set_comm_hook().
   void rebuild_buckets();
 
-  /// The former name of rebuild_buckets().
-  [[deprecated("renamed to rebuild_buckets()")]] void relearn() { rebuild_buckets(); }
-
   /// Drops the references to the process groups, so that a graph that keeps the reducer alive does
   /// not keep the groups alive. For the end of a process; not collective. A later synchronized
   /// backward throws. Idempotent.
