@@ -98,14 +98,7 @@ def _names(rank: int, world: int) -> None:
         model, bucket_cap_mb_list=[1, 4, 2], batched_grad_copy=True, lazy_bucket_allocation=True
     )
     check_equal(ddp.bucket_cap_mb, 4, "the bucket size")
-    check_equal(ddp.logger, None, "logger")
     check(not hasattr(ddp, "device_mesh"), "device_mesh was not given")
-    check(not hasattr(ddp.reducer, "_rebuild_buckets"), "torch's reducer")
-    with raises(AttributeError, "no torch reducer", "'_rebuild_buckets'", "bucket_plan()"):
-        ddp.reducer._rebuild_buckets()
-    with raises(NotImplementedError, "broadcast_buffers=True", "torch.distributed"):
-        ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
-    ddp._set_ddp_runtime_logging_sample_rate(10)
 
     # forward_sync_buffers is broadcast_buffers; require_forward_param_sync disables it
     check_equal(
@@ -120,11 +113,6 @@ def _names(rank: int, world: int) -> None:
         ddp(torch.randn(4, 3)).sum().backward()
         expected = 0.0 if required else float(rank)
         check_equal(model[1].running_mean[0].item(), expected, f"running mean, {required}")
-    data = ddp._get_ddp_logging_data()
-    check_equal((data["world_size"], data["rank"]), (world, rank), "logging data")
-    check_equal((data["broadcast_buffers"], data["backwards"]), (1, 2), "logging data")
-    check_equal(data["total_parameter_size_bytes"], 4 * (9 + 3 + 3 + 3), "parameters in bytes")
-    check(not data.get("can_set_static_graph"), "Lightning asks for it")
 
     ddp._remove_autograd_hooks()
     ddp.zero_grad()

@@ -120,8 +120,6 @@ def _written_in_python(rank: int, world: int) -> None:
                 ddp.zero_grad()
                 ddp(torch.full((1, 3), rank + 1.0)).sum().backward()
         check(group.calls.keys() == {"allreduce", "broadcast", "allgather"}, f"{group.calls}")
-        check_equal(ddp._get_ddp_logging_data()["backend_name"], "delegate", "backend")
-        check_equal(ddp.join_device, torch.device("cpu"), "device")
         with raises(ValueError, "allreduce_communicators"):
             DistributedDataParallel(nn.Linear(3, 1), process_group=group, num_allreduce_streams=2)
         two = DistributedDataParallel(

@@ -28,7 +28,8 @@ LAYERS = (
     ("apex.contrib", "apex.amp"),
     ("apex.fp16_utils", "apex.parallel"),
     ("apex", "apex.cmake_dir"),
-    ("amp_C", "apex_C", "apex.__main__", "apex.demo", "apex.doctor"),
+    ("amp_C", "apex_C", "apex.__main__", "apex.demo"),
+    ("apex.doctor",),
 )
 
 
