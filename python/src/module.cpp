@@ -5,7 +5,6 @@
 
 #include "errors.h"
 #include "host_backend.h"
-#include "loss_scaler.h"
 #include "module_watch.h"
 #include "parameter_shards.h"
 #include "python_comm_hook.h"
@@ -22,7 +21,6 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   apex::python::init_errors(m);
   apex::python::init_host_backend(m);
-  apex::python::init_loss_scaler(m);
   apex::python::init_module_watch(m);
   apex::python::init_parameter_shards(m);
   apex::python::init_python_comm_hook(m);

@@ -161,13 +161,11 @@ def test_deep_copy_of_a_model_or_a_part_of_it_keeps_float32_values(trained: int)
     assert not torch.equal(state["0.weight"], rounded)
     copied = copy.deepcopy(model)
     twice = copy.deepcopy(copied)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
     assert torch.equal(copy.deepcopy(model[0]).state_dict()["weight"], state["0.weight"])
     train(model, optimizer, range(3, 5))
     for name, value in state.items():
         assert torch.equal(copied.state_dict()[name], value), name
         assert torch.equal(twice.state_dict()[name], value), name
-        assert torch.equal(averaged.state_dict()[f"module.{name}"], value), name
     with torch.no_grad():
         copied[0].weight.fill_(1 / 3)
     assert torch.equal(copied.state_dict()["0.weight"], copied[0].weight.float())
@@ -238,45 +236,6 @@ def test_values_loaded_into_a_frozen_parameter_count_when_it_is_unfrozen(
     train(model, optimizer, range(5, 6))
     master = next(amp.master_params(optimizer))
     assert master.dtype == torch.float32 and torch.equal(master, saved["model"]["0.weight"])
-
-
-@pytest.mark.parametrize("average", ["mean", "EMA", "function"])
-@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
-def test_averaged_model_averages_the_master_weights(level: str, average: str) -> None:
-    swa = torch.optim.swa_utils
-    options: dict[str, Any] = {
-        "mean": {},
-        "EMA": {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.999)},
-        "function": {"avg_fn": lambda a, b, n: a + (b - a) * 1e-3, "use_buffers": True},
-    }[average]
-    model, optimizer = initialize(*build(0, "sgd"), level)
-    reference, _ = build(0, "sgd")
-    averaged = swa.AveragedModel(model, **options)
-    of_float32 = swa.AveragedModel(reference, **options)  # also averages a model at O2
-    want = swa.AveragedModel(reference, **options)
-    for step in range(30):
-        train(model, optimizer, range(step, step + 1))
-        reference.load_state_dict(model.state_dict())
-        want.update_parameters(reference)
-        types = [p.dtype for p in model.parameters()]
-        averaged.update_parameters(model)
-        of_float32.update_parameters(model)
-        assert [p.dtype for p in model.parameters()] == types
-    assert int(averaged.n_averaged) == 30
-    for mine in (averaged, of_float32):
-        for name, value in mine.state_dict().items():
-            assert torch.equal(value, want.state_dict()[name]), name
-    with torch.no_grad():
-        for param, expected in zip(averaged.parameters(), want.parameters(), strict=True):
-            assert torch.equal(param, expected.to(param.dtype))
-    saved = through_file(averaged.state_dict())
-    other = swa.AveragedModel(model, **options)
-    other.load_state_dict(saved)
-    for mine in (averaged, other, copy.deepcopy(averaged), want):
-        mine.update_parameters(reference if mine is want else model)
-    for mine in (averaged, other):
-        for name, value in mine.state_dict().items():
-            assert torch.equal(value, want.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("level", ["O2", "O3-bf16"])

@@ -35,7 +35,7 @@ def test_stubs_lie_beside_the_module_and_py_typed() -> None:
 def test_stubs_name_everything_that_the_module_has() -> None:
     stub = members(ast.parse(STUB.read_text()))
     public = [name for name in dir(_core) if not name.startswith("_")]
-    assert {"Reducer", "LossScaler"} <= set(public)
+    assert {"Reducer", "ModuleWatch"} <= set(public)
     assert sorted(stub) == sorted(public)
     for name in public:
         value = getattr(_core, name)
@@ -47,10 +47,8 @@ def test_stubs_name_everything_that_the_module_has() -> None:
 
 
 def test_stubs_know_the_types_of_tensors_and_of_arguments() -> None:
-    scaler = members(ast.parse(STUB.read_text()))["LossScaler"]
-    assert isinstance(scaler, ast.ClassDef)
-    scale = members(scaler)["scale"]
-    assert ast.unparse(scale).startswith("def scale(self, loss: torch.Tensor) -> torch.Tensor:")
+    function = members(ast.parse(STUB.read_text()))["all_reduce"]
+    assert ast.unparse(function).startswith("def all_reduce(tensor: torch.Tensor, group: str")
 
 
 def mypy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,14 +61,14 @@ def mypy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_stubs_type_checked_find_a_wrong_call(tmp_path: Path) -> None:
     (tmp_path / "_core.pyi").write_text(STUB.read_text())
     good = tmp_path / "good.py"
-    good.write_text("import _core\nrate: float = _core.LossScaler(8.0).get_scale()\n")
+    good.write_text("import _core\nchanged: bool = _core.ModuleWatch([{}]).changed()\n")
     bad = tmp_path / "bad.py"
-    bad.write_text("import _core\nscaler = _core.LossScaler(8.0)\nscaler.set_scale('much')\n")
+    bad.write_text("import _core\nwatch = _core.ModuleWatch(3)\n")
     fine = mypy(tmp_path, "--follow-imports=skip", "_core.pyi", "good.py")
     assert fine.returncode == 0, fine.stdout + fine.stderr
     wrong = mypy(tmp_path, "--follow-imports=skip", "bad.py")
     assert wrong.returncode == 1
-    assert 'bad.py:3: error: Argument 1 to "set_scale"' in wrong.stdout
+    assert 'bad.py:2: error: Argument 1 to "ModuleWatch"' in wrong.stdout
 
 
 @pytest.mark.slow

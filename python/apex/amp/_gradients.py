@@ -40,16 +40,16 @@ def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [dense_values(param.grad) for param in params if param.grad is not None]
 
 
-def multiply_(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+def multiply_(grads: list[torch.Tensor], factor: float) -> None:
     """Multiply dense `grads` by a number in place, computing in float32 or wider."""
-    wide: dict[torch.device, list[torch.Tensor]] = {}
+    wide = []
     for grad in grads:
         if is_low_precision(grad):  # the scale may exceed the range of its dtype
-            grad.copy_(grad.float() * factor.to(grad.device, non_blocking=True))
+            grad.copy_(grad.float() * factor)
         else:
-            wide.setdefault(grad.device, []).append(grad)
-    for device, members in wide.items():
-        torch._foreach_mul_(members, factor.to(device, non_blocking=True).reshape(()))
+            wide.append(grad)
+    if wide:
+        torch._foreach_mul_(wide, factor)
 
 
 def copies_of(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

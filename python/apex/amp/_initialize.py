@@ -15,7 +15,6 @@ from .._internal.dtypes import LOW_PRECISION_DTYPES, convert_modules, is_low_pre
 from .._internal.refused import DataParallelWrapper, KeepsMasterWeights
 from .._internal.tree import map_tensors
 from ._amp_state import _amp_state, several_ranks, warn_or_err
-from ._averaged_model import average_full_values
 from ._full_values import hook_state_dicts, remember
 from ._handle import disable_casts
 from ._process_optimizer import (
@@ -192,7 +191,6 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     model.forward = CastForward(model.forward, dtype, output_dtype, o1)
     if dtype in LOW_PRECISION_DTYPES:
         hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
-        average_full_values()
         adopt_before_load()
 
 

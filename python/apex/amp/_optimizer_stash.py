@@ -51,13 +51,11 @@ class OptimizerStash(MasterWeights):
         #: ``optimizer.step`` is currently the one-shot method that skips.
         self.already_patched = False
         self._skipped_step: Any = None
-        #: The flag that the next step reads on the device: see ``_device_skip.step_unless``.
-        self.skip_flag: torch.Tensor | None = None
         #: Scalers of contexts with ``delay_overflow_check``, with their ``loss_id``.
         self.deferred: dict[LossScaler, int] = {}
         #: ``delay_unscale`` has left gradients scaled.
         self.params_have_scaled_gradients = False
-        self._scaled_by: tuple[LossScaler, int, torch.Tensor] | None = None
+        self._scaled_by = 1.0
         #: The parameters that this optimizer unscales in the current context: float32 ones, and
         #: pairs with masters. Another optimizer unscales the parameters whose ids are in `_others`.
         self._own: list[torch.Tensor] = []
@@ -184,36 +182,22 @@ class OptimizerStash(MasterWeights):
         With several ranks, zeros do not count as discarded. One rank may have only zeros, and all
         ranks must make the same decision.
         """
-        optimizer: Any = self._optimizer
-        found_inf = getattr(optimizer, "found_inf", None)
-        if not self.already_patched and self.skip_flag is None and found_inf is None:
+        if not self.already_patched:
             return
         grads = values_of(self.all_fp16_params + self.all_fp32_from_fp32_params)
         if grads and several_ranks():
             return
         nonzero = any_nonzero(grads)
-        if nonzero is None or (self.already_patched and not nonzero.item()):
-            self._forget_overflow()
-            return
-        if self.skip_flag is not None:
-            self.skip_flag = self.skip_flag * nonzero.to(self.skip_flag.device)
-        if found_inf is not None:
-            optimizer.found_inf = found_inf * nonzero.to(found_inf.device)
-
-    def _forget_overflow(self) -> None:
-        if self.already_patched:
+        if nonzero is None or not nonzero.item():
             self.cancel_skip()
-        self.skip_flag = None
-        if getattr(self._optimizer, "found_inf", None) is not None:
-            self._optimizer.found_inf = None  # type: ignore[attr-defined]
 
     def _scale_earlier(self, scaler: LossScaler) -> None:
         """See Note [Gradients of earlier contexts]."""
         earlier = copies_of([m.grad if self._model_has_all else None for _, m in self._pairs])
         values = [dense_values(grad) for grad in earlier if grad is not None]
         for grads in (values_of(self._own), values):
-            if scaler._static != 1.0:
-                multiply_(grads, scaler.scale_tensor())
+            if not scaler.has_no_effect:
+                multiply_(grads, scaler.loss_scale())
             self._unspoil_(grads, scaler)
         round_to_grads(self._model_params(), earlier)
 
@@ -226,10 +210,7 @@ class OptimizerStash(MasterWeights):
         """
         if self.already_patched and grads:
             torch._foreach_zero_(grads)
-        deferred = [other.found_inf() for other in self.deferred if other is not scaler]
-        for flag in (self.skip_flag, getattr(self._optimizer, "found_inf", None), *deferred):
-            if flag is None:
-                continue
+        for flag in [other.found_inf() for other in self.deferred if other is not scaler]:
             for grad in grads:
                 grad.masked_fill_(flag.to(grad.device, non_blocking=True).reshape(()) != 0, 0)
 
@@ -239,16 +220,13 @@ class OptimizerStash(MasterWeights):
         _left_scaled.add(self)
         for _, master in self._pairs:  # the model holds them: Note [Gradients of earlier contexts]
             master.grad = None
-        self._scaled_by = (scaler, scaler._generation, scaler.scale_tensor().clone())
+        self._scaled_by = scaler.loss_scale()
 
     def _match_scale(self, scaler: LossScaler) -> None:
         """Convert gradients that were left scaled to the current scale of `scaler`."""
-        assert self._scaled_by is not None
-        previous, generation, scale = self._scaled_by
-        if previous is scaler and generation == scaler._generation:
-            return
-        ratio = scaler.scale_tensor().to(scale.device) / scale
-        multiply_(values_of(self._model_params() + self._own), ratio)
+        if self._scaled_by != scaler.loss_scale():
+            ratio = scaler.loss_scale() / self._scaled_by
+            multiply_(values_of(self._model_params() + self._own), ratio)
 
     def finish_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients of the context."""
@@ -300,9 +278,9 @@ class OptimizerStash(MasterWeights):
         """Set the model's gradients to the masters' gradients, where these exist."""
         pairs = [pair for pair in pairs if pair[1].grad is not None]
         grads = copies_of([master.grad for _, master in pairs])
-        if scaler._static != 1.0:
+        if not scaler.has_no_effect:
             multiply_(
-                [dense_values(grad) for grad in grads if grad is not None], scaler.scale_tensor()
+                [dense_values(grad) for grad in grads if grad is not None], scaler.loss_scale()
             )
         round_to_grads([param for param, _ in pairs], grads)
 
@@ -329,7 +307,7 @@ class OptimizerStash(MasterWeights):
             before = {id(param) for param in self._own}
             self._claim()
             self._before += [(param, None) for param in self._own if id(param) not in before]
-        scaling = any(scaler._static != 1.0 for scaler in self.scalers)
+        scaling = not all(scaler.has_no_effect for scaler in self.scalers)
         masters = {id(param) for param in self.all_fp16_params}
         self._added_with_gradient += [
             param
@@ -382,20 +360,14 @@ class OptimizerStash(MasterWeights):
                     return f"param_groups[{number}]['params'][{index}]{named}"
         return "a parameter"
 
-    def take_skip_flag(self) -> bool:
-        """The value of `skip_flag`, which is cleared. Waits for the device if a flag is set."""
-        flag, self.skip_flag = self.skip_flag, None
-        return flag is not None and bool(flag.item())
-
     def take_overflow(self) -> bool:
         """Whether the gradients overflowed and must not be stepped. If so, drops them."""
-        overflow = self.take_skip_flag() or self.already_patched
-        if overflow:
-            for param in self._own:
-                param.grad = None
-        if self.already_patched:
-            self.cancel_skip()
-        return overflow
+        if not self.already_patched:
+            return False
+        for param in self._own:
+            param.grad = None
+        self.cancel_skip()
+        return True
 
     def defer_check(self, scaler: LossScaler, loss_id: int) -> None:
         """Leave the overflow check to a later context or to the step."""
@@ -425,7 +397,8 @@ class OptimizerStash(MasterWeights):
 
         An overflow among them is cleared too, so the next step is not skipped for it.
         """
-        self._forget_overflow()
+        if self.already_patched:
+            self.cancel_skip()
         for scaler in self.deferred:
             scaler.deferred.remove(self)
             if not scaler.deferred:

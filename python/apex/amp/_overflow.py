@@ -5,33 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from . import _device_skip
 from ._amp_state import maybe_print
 from ._optimizer_stash import OptimizerStash
 from .scaler import LossScaler
-
-
-def skips_on_device(stashes: list[OptimizerStash]) -> bool:
-    """Whether every optimizer can skip a step without the host: see ``_device_skip.py``."""
-    return all(
-        _device_skip.takes_flag(stash._optimizer) or _device_skip.can_be_undone(stash._optimizer)
-        for stash in stashes
-    )
-
-
-def _skip_on_device(stash: OptimizerStash, found_inf: torch.Tensor) -> None:
-    optimizer: Any = stash._optimizer
-    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-    earlier = getattr(optimizer, "found_inf", None) if takes_flag else stash.skip_flag
-    if earlier is not None:
-        found_inf = torch.maximum(found_inf, earlier.to(found_inf.device))
-    if takes_flag:
-        optimizer.grad_scale = None
-        optimizer.found_inf = found_inf.reshape(())
-    else:
-        stash.skip_flag = found_inf
 
 
 def _skip_next_step(stash: OptimizerStash, loss_id: int, scaler: LossScaler) -> None:
@@ -84,15 +60,8 @@ def check_overflow(
         )
     if ranks_then > 1:
         scaler.synchronize(scaler.overflow_group)
-    if scaler.dynamic and skips_on_device(stashes):
-        found_inf = scaler.update_scale_async()
+    if scaler.update_scale():
         for stash in stashes:
-            _skip_on_device(stash, found_inf)
-        return
-    overflow = scaler.update_scale()
-    for stash in stashes:
-        # An earlier loss of this iteration may have left its decision on the device.
-        if stash.take_skip_flag() or overflow:
             _skip_next_step(stash, loss_id, scaler)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state, find_stash, maybe_print
-from ._device_skip import step_unless
 from ._full_values import gets_master, record_of
 from ._handle import AmpHandle, disable_casts, forget_casts
 from ._optimizer_stash import OptimizerStash
@@ -72,14 +71,11 @@ def _hook_step(optimizer: torch.optim.Optimizer, stash: OptimizerStash) -> None:
         given = () if closure is None else (_inside_step(closure, stash),)
         call = functools.partial(inner, *given, **kwargs)
         stash.follow_model()
-        skip, stash.skip_flag = stash.skip_flag, None
         try:
             with disable_casts():
-                result = call() if skip is None else step_unless(skip, self, call)
+                result = call()
         finally:
             forget_casts()  # a step that raises runs no hook
-        for name in ("found_inf", "grad_scale"):
-            vars(self).pop(name, None)
         if stash.master_weights:
             stash.masters_to_model()
         return result

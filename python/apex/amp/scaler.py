@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scaling: multiplies the loss, divides the gradients, and adapts the scale to overflows.
-
-``apex::amp::LossScaler`` in C++ implements it. This class adds the names that scripts use.
-"""
+"""Loss scaling: multiplies the loss, divides the gradients, and adapts the scale to overflows."""
 
 from __future__ import annotations
 
@@ -12,16 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _core
 from .._internal import joining
 from .._internal.group_names import name_of
-from ._scaler_by_hand import SMALLEST, ScalerByHand
+from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
 
-
-def _real(grad: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of `grad`, as views (a part may be lazily negated by conj)."""
-    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+#: Below it, 1/scale is infinite in float32, and gradients become nan.
+_SMALLEST = torch.finfo(torch.float32).tiny
+_PICKLED = (
+    "dynamic", "_loss_scale", "_unskipped", "_scale_factor", "_scale_seq_len", "_min_loss_scale",
+    "_max_loss_scale",
+)  # fmt: skip
 
 
 def _warn_of_scales(rank: int, scales: list[float]) -> None:
@@ -41,9 +41,13 @@ def _warn_of_scales(rank: int, scales: list[float]) -> None:
     )
 
 
-class LossScaler(ScalerByHand):
-    """The scaler of one loss, with the attributes that scripts use: ``loss_scale()``,
-    ``_loss_scale``, ``_unskipped``, ``dynamic``.
+class LossScaler:
+    """The scaler of one loss, with the attributes of Apex's, which scripts read and write.
+
+    ``_loss_scale`` and ``_unskipped`` (clean updates since the scale changed) are plain numbers.
+    ``_overflow_buf`` is the flag that the functions of ``amp_C`` set; a script that reduces
+    gradients itself assigns its own before :meth:`update_scale`. ``_has_overflow`` is the last
+    decision; set to True, it determines the next one. The next loss clears both.
 
     Args:
         loss_scale: a positive number (never changes, never skips) or ``"dynamic"``.
@@ -67,31 +71,29 @@ class LossScaler(ScalerByHand):
         max_loss_scale: float = 2.0**24,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        if self.dynamic:
-            if max_loss_scale is None or not max_loss_scale > 0:
-                raise ValueError(f"max_loss_scale is {max_loss_scale}; it must be positive.")
-            first = min(max_loss_scale, init_scale)
-        else:
-            try:
-                first = float(loss_scale)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"loss_scale is {loss_scale!r}; pass a positive number or 'dynamic'."
-                ) from None
-        self._policy_options = {
-            "init_scale": first,
-            "dynamic": self.dynamic,
-            "growth_factor": scale_factor,
-            "backoff_factor": 1.0 / scale_factor,
-            "growth_interval": scale_window,
-            "min_scale": SMALLEST if min_loss_scale is None else min_loss_scale,
-            "max_scale": max_loss_scale if self.dynamic else None,
-        }
-        self._policy = _core.LossScaler(**self._policy_options)
-        self._static = None if self.dynamic else first
+        least = _SMALLEST if min_loss_scale is None else min_loss_scale
+        if self.dynamic and (max_loss_scale is None or not 0 < least <= max_loss_scale):
+            raise ValueError(
+                f"max_loss_scale is {max_loss_scale} and min_loss_scale is {min_loss_scale}; both "
+                "must be positive, and the minimum not above the maximum."
+            )
+        try:
+            first = float(min(max_loss_scale, init_scale) if self.dynamic else loss_scale)
+        except (TypeError, ValueError):
+            first = math.nan
+        if not 0 < first < math.inf:
+            raise ValueError(f"loss_scale is {loss_scale!r}; pass a positive number or 'dynamic'.")
+        self._loss_scale = first
+        self._unskipped = 0
         self._scale_factor = scale_factor
-        #: Counts changes of the scale, to identify the scale of gradients that were left scaled.
-        self._generation = 0
+        self._scale_seq_len = scale_window
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self._has_overflow = False
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
+        #: By device: float32 ``[1]``, not 0 if a gradient since the last update was not finite.
+        self._flags: dict[torch.device, Tensor] = {}
+        self._decided = False  # the flags and _has_overflow belong to the last decision
         #: The number of open scale_loss contexts, and the optimizers whose overflow the outermost
         #: context checks.
         self.contexts = 0
@@ -110,57 +112,104 @@ class LossScaler(ScalerByHand):
         return stashes
 
     def loss_scale(self) -> float:
-        """The current scale. If dynamic, waits for the device to copy one number to the host."""
-        return self._policy.get_scale() if self._static is None else self._static
+        """The current scale."""
+        return self._loss_scale
 
     @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
+    def has_no_effect(self) -> bool:
+        """Whether the scale is 1 and never changes."""
+        return not self.dynamic and self._loss_scale == 1.0
 
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._policy.set_scale(float(value))
-        if self._static is not None:
-            self._static = float(value)
-        self._generation += 1
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss.float()`` times the scale. Does not block."""
+        self._begin()
+        if self._overflow_buf.device != loss.device:
+            self._overflow_buf = self._overflow_buf.to(loss.device)
+        return loss.float() * self._loss_scale
 
-    @property
-    def _unskipped(self) -> int:
-        return self._policy.growth_tracker()
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._policy.set_growth_tracker(int(value))
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss.float()`` times the scale, on the loss's device. Does not block."""
-        self._begin_iteration()
-        return self._policy.scale(loss)
-
-    def scale_tensor(self) -> torch.Tensor:
-        """The scale as a float32 tensor ``[1]`` on its device. Later updates may change it."""
-        return self._policy.scale_tensor()
-
-    def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Multiply `grads` by 1/scale, rounded to float32, in place.
+    def unscale_(self, grads: Sequence[Tensor]) -> None:
+        """Divide `grads` by the scale, in place.
 
         If the scale is dynamic, record inf or nan in them. Floating-point and complex dtypes and
-        devices may be mixed. Sparse COO gradients must be coalesced. Does not block.
-
-        Raises:
-            ValueError: a gradient of integers, or a sparse one that is not coalesced.
+        devices may be mixed. Sparse gradients must be coalesced. Does not block.
         """
-        if self._static != 1.0:
-            self._policy.unscale_([_real(grad) if grad.is_complex() else grad for grad in grads])
+        if self.has_no_effect:
+            return
+        self._begin()
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in grads:
+            values = grad._values() if grad.is_sparse else grad
+            if values.is_complex():  # a part may be lazily negated by conj
+                values = torch.view_as_real(values.conj() if values.is_conj() else values)
+            if values.numel():
+                parts.setdefault((values.device, values.dtype), []).append(values)
+        with torch.no_grad():
+            for (device, _), members in parts.items():
+                inverse = torch.full((1,), 1.0 / self._loss_scale, device=device)
+                if self.dynamic:
+                    torch._amp_foreach_non_finite_check_and_unscale_(
+                        members, self._flag(device), inverse
+                    )
+                else:
+                    torch._foreach_mul_(members, inverse.squeeze(0))
 
-    def found_inf(self) -> torch.Tensor:
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: Any = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads` divided by the scale, or by `scale_override`, into `master_grads`.
+
+        Sets ``_overflow_buf`` if a gradient is not finite. For scripts; does not block.
+        """
+        del unused_scale, models_are_masters
+        self._begin()
+        factor = 1.0 / (self._loss_scale if scale_override is None else scale_override)
+        multi_tensor_scale(0, self._overflow_buf, [list(model_grads), list(master_grads)], factor)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write the sum of `model_grads`, divided by the scale, and `stashed_master_grads` into
+        `master_grads`.
+
+        Sets ``_overflow_buf`` if one of `model_grads` is not finite. `scale_override` has the
+        scales of the result, of `model_grads`, and of `stashed_master_grads`. For scripts.
+        """
+        self._begin()
+        out, present, stashed = scale_override or (1.0, self._loss_scale, 1.0)
+        lists = [list(model_grads), list(stashed_master_grads), list(master_grads)]
+        multi_tensor_axpby(0, self._overflow_buf, lists, out / present, out / stashed, 0)
+
+    def _flag(self, device: torch.device) -> Tensor:
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(1, device=device)
+        return self._flags[device]
+
+    def _begin(self) -> None:
+        """Clear what the last decision was made of."""
+        if self._decided:
+            self.clear_overflow_state()
+
+    def found_inf(self) -> Tensor:
         """Float32 tensor ``[1]``: 1 if a gradient since the last update was not finite, else 0."""
-        return self._policy.found_inf()
+        flags = [*self._flags.values(), self._overflow_buf.reshape(-1)[:1]]
+        device = flags[0].device
+        found = torch.cat([flag.to(device, torch.float32, non_blocking=True) for flag in flags])
+        return found.amax().reshape(1)
 
     def clear_overflow_state(self) -> None:
         """Clear the record of non-finite gradients since the last update."""
-        self._policy.clear_found_inf()
-        self._begin_iteration()
+        self._has_overflow = self._decided = False
+        self._flags.clear()
+        self._overflow_buf.zero_()
 
     def ranks(self, group: Any = None) -> int:
         """The number of ranks that :meth:`synchronize` involves, including this one."""
@@ -174,17 +223,17 @@ class LossScaler(ScalerByHand):
     ) -> None:
         """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
 
-        For a dynamic scaler, one all-reduce of two numbers per rank. No communication for a static
-        scaler, with one rank, or without an initialized process group. If the scales of the ranks
-        differ (a state was loaded on one rank only), every rank takes the smallest one and the flag
-        is set. The step is then skipped, because the average of the gradients is wrong. With the
-        scale on the CPU, a RuntimeWarning names the ranks. Every rank of the group must call this
-        method. It blocks the host with Gloo, and only the stream with NCCL.
+        For a dynamic scaler, one all-reduce of two numbers per rank, for which the host waits. No
+        communication for a static scaler, with one rank, or without an initialized process group.
+        If the scales of the ranks differ (a state was loaded on one rank only), every rank takes
+        the smallest one, a RuntimeWarning names the ranks, and the flag is set. The step is then
+        skipped, because the average of the gradients is wrong. Every rank of the group must call
+        this method.
 
         Args:
             group: see above.
             has_loss: False if this rank has scaled no loss; it participates and keeps its scale.
-            device: that of the other ranks' losses, if this rank has none; default: the scale's.
+            device: that of the other ranks' losses, if this rank has none.
         """
         if self.ranks(group) < 2:
             return
@@ -193,37 +242,23 @@ class LossScaler(ScalerByHand):
         join = joining.current()
         if join is not None:
             join.announce_overflow_flags(self, group)
-        self._take_buffer()
-        scale = self._policy.scale_tensor()
+        found, rank = self.found_inf(), distributed.get_rank(group)
         # Each rank fills its own row and leaves the others zero. A scale is positive.
-        rows = torch.zeros(distributed.get_world_size(group), 2, device=device or scale.device)
+        rows = torch.zeros(distributed.get_world_size(group), 2, device=device or found.device)
         if has_loss:
-            mine = rows[distributed.get_rank(group)]
-            mine[:1].copy_(self._policy.found_inf())
-            mine[1:].copy_(scale)
+            rows[rank, :1].copy_(found)
+            rows[rank, 1].fill_(self._loss_scale)
         what = "all-reduce of the overflow flags and scales of a LossScaler"
         _core.all_reduce_coalesced([rows], name_of(group), 1.0, what)
-        if has_loss:
-            self._agree(group, scale, rows[:, 0], rows[:, 1])
-
-    def _agree(
-        self, group: Any, scale: torch.Tensor, flags: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        """Set the flag if any rank of `group` has set it, and take the smallest of their scales."""
-        smallest = scales.masked_fill(scales == 0, math.inf).min()  # 0 marks a rank without a loss
-        differ = scales.max() != smallest
-        if scale.device.type == "cpu" and bool(differ):
-            _warn_of_scales(torch.distributed.get_rank(group), scales.tolist())
-        scale.copy_(smallest)
-        self._note_overflow(torch.maximum(flags.max(), differ.float()).reshape(1))
-
-    def update_scale_async(self) -> torch.Tensor:
-        """Adapt the scale on the device and return the flag that determined it. Does not block."""
-        self._take_buffer()
-        self._decided = found_inf = self._policy.found_inf()
-        self._policy.update()
-        self._generation += 1
-        return found_inf
+        if not has_loss:
+            return
+        flags, scales = rows.t().tolist()
+        self.clear_overflow_state()
+        self._has_overflow = any(flags)
+        smallest = min(scale for scale in scales if scale)  # 0 marks a rank without a loss
+        if smallest != max(scales):
+            _warn_of_scales(rank, scales)
+            self._loss_scale, self._has_overflow = smallest, True
 
     def update_scale(self) -> bool:
         """Adapt the scale and return whether this step must be skipped.
@@ -231,37 +266,32 @@ class LossScaler(ScalerByHand):
         If dynamic, waits for the device once, because the host needs the decision.
         """
         if not self.dynamic:
-            self._policy.clear_found_inf()
             return False
-        return bool(self.update_scale_async().item())
+        self._has_overflow = bool(self._has_overflow) or bool(self.found_inf().item())
+        self._flags.clear()
+        self._decided = True
+        if self._has_overflow:
+            lowest = self._min_loss_scale or _SMALLEST
+            self._loss_scale = max(lowest, self._loss_scale / self._scale_factor)
+            self._unskipped = 0
+        else:
+            self._unskipped += 1
+        if self._unskipped >= self._scale_seq_len:
+            self._loss_scale = min(self._max_loss_scale, self._loss_scale * self._scale_factor)
+            self._unskipped = 0
+        return self._has_overflow
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "dynamic": self.dynamic,
-            "_loss_scale": self.loss_scale(),
-            "_unskipped": self._unskipped,
-            "_scale_factor": self._scale_factor,
-            "_scale_seq_len": self._scale_seq_len,
-            "_min_loss_scale": self._min_loss_scale,
-            "_max_loss_scale": self._max_loss_scale,
-        }
+        return {name: getattr(self, name) for name in _PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Also accepts the attributes of a scaler that Apex pickled.
-        LossScaler.__init__(
-            self,
-            "dynamic" if state["dynamic"] else state["_loss_scale"],
-            scale_factor=state.get("_scale_factor", 2.0),
-            scale_window=state["_scale_seq_len"],
-            min_loss_scale=state["_min_loss_scale"],
-            max_loss_scale=state["_max_loss_scale"],
-        )
-        self._loss_scale = state["_loss_scale"]
-        self._unskipped = state["_unskipped"]
+        LossScaler.__init__(self, "dynamic" if state["dynamic"] else state["_loss_scale"])
+        vars(self).update({name: state[name] for name in _PICKLED if name in state})
 
     def state_dict(self) -> dict[str, float | int]:
-        """``{"loss_scale": float, "unskipped": int}``, plain numbers. Waits for the device."""
-        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+        """``{"loss_scale": float, "unskipped": int}``, plain numbers."""
+        return {"loss_scale": float(self._loss_scale), "unskipped": int(self._unskipped)}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restore what :meth:`state_dict` returned."""

@@ -83,9 +83,7 @@ def scale_loss(
             same optimizer, or if the body destroyed the process group.
         TypeError: `loss` or `optimizers` has another type.
 
-    If the scale is dynamic, waits for the device once. It does not wait if every optimizer is on an
-    accelerator and is one of torch's fused optimizers, or a capturable optimizer that has made its
-    first step. No overflow message is printed then.
+    If the scale is dynamic, waits for the device once.
     """
     del model
     if not isinstance(loss, torch.Tensor):
@@ -106,7 +104,7 @@ def scale_loss(
     try:
         scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
         masters = any(stash.master_weights for stash in stashes)
-        if not masters and scaler._static == 1.0 and not scaled_before:
+        if not masters and scaler.has_no_effect and not scaled_before:
             yield loss.float()
             pending.complete()  # for code that reads gradients before step()
             return

@@ -70,9 +70,8 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         #: Gradients of float32 parameters that :meth:`update_master_grads` has unscaled, with their
         #: versions at that time.
         self._unscaled: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        #: How often the scale had changed, and the scale, when the model's current gradients were
-        #: made.
-        self._scaled_by: tuple[int, torch.Tensor] | None = None
+        #: The scale when the model's current gradients were made.
+        self._scaled_by: float | None = None
         self.clip_grad_norm = clip_grad_norm
 
     def _collect(self) -> None:
@@ -151,24 +150,22 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         if update_master_grads:
             self.update_master_grads()
 
-    def _scale_ratio(self) -> torch.Tensor | None:
-        """The current scale divided by that of the model's gradients; None if it has not changed
-        since :meth:`backward`."""
-        if self._scaled_by is None or self._scaled_by[0] == self.loss_scaler._generation:
-            return None
-        return self.loss_scaler.scale_tensor().to(self._scaled_by[1].device) / self._scaled_by[1]
+    def _scale_ratio(self) -> float:
+        """The current scale divided by that of the model's gradients."""
+        scale = self.loss_scaler.loss_scale()
+        return 1.0 if self._scaled_by is None else scale / self._scaled_by
 
     @torch.no_grad()
     def _match_scale(self) -> None:
         """Convert the gradients of earlier backward passes to the current scale."""
         pending.complete()
         self._collect()
-        ratio, scale = self._scale_ratio(), self.loss_scaler.scale_tensor()
-        if ratio is not None:
+        ratio, scale = self._scale_ratio(), self.loss_scaler.loss_scale()
+        if ratio != 1.0:
             earlier = {id(param) for param, _, _ in self._unscaled}
             scaled = [p for p in self.all_fp32_from_fp32_params if id(p) not in earlier]
             multiply_(values_of(self.all_fp16_params + scaled), ratio)
-        self._scaled_by = self.loss_scaler._generation, scale.clone()
+        self._scaled_by = scale
         multiply_(values_of([p for p, grad, _ in self._unscaled if p.grad is grad]), scale)
         self._unscaled = []
 
@@ -194,7 +191,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         params = [p for p in self.all_fp32_from_fp32_params if id(p) not in done]
         grads = values_of(self.all_fp32_from_fp16_params + params)
         ratio = self._scale_ratio()
-        if ratio is not None:
+        if ratio != 1.0:
             multiply_(grads, ratio)
         self.loss_scaler.unscale_(grads)
         self._unscaled = [
