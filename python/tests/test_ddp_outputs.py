@@ -34,17 +34,6 @@ class Slotted:
     value: Tensor
 
 
-class Node:
-    """References every node of its graph, including itself."""
-
-    def __init__(self, value: Tensor, count: int = 40) -> None:
-        self.value: Any = None
-        self.others = [self, *(Node(value, 0) for _ in range(count))]
-        for node in self.others[1:]:
-            node.others = self.others
-        self.others[-1].value = value
-
-
 class ModelOutput(OrderedDict):
     """Entries are also attributes, as in model libraries."""
 
@@ -64,8 +53,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dataclass": (lambda y: Result(y.detach(), {"p": [y]}), lambda o: o.parts["p"][0]),
     "slotted": (lambda y: Slotted(y), lambda o: o.value),
     "model_output": (lambda y: ModelOutput(loss=None, logits=y), lambda o: o.logits),
-    "graph_of_objects": (lambda y: Node(y), lambda o: o.others[-1].value),
-    "distribution": (lambda y: torch.distributions.Normal(y, 1.0), lambda o: o.mean),
 }
 
 

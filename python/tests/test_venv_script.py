@@ -177,9 +177,6 @@ def test_check_types_no_python_fails_with_one_sentence() -> None:
     assert "there is no /nowhere/python3 here" in done.stderr
 
 
-
-
-
 def test_ensure_venv_old_python_fails_with_one_sentence(tmp_path: Path) -> None:
     old = executable(tmp_path / "python3.9", "#!/bin/sh\nexit 1\n")
     done = bash(SCRIPT, f"apex_ensure_venv {tmp_path}/venv", PYTHON=str(old))

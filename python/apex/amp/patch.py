@@ -77,7 +77,7 @@ class PatchSet:
 
 
 def _floating_tensors(*values: Any) -> list[torch.Tensor]:
-    found = find_tensors(values, in_objects=False)
+    found = find_tensors(values)
     return [tensor for tensor in found if tensor.is_floating_point()]
 
 
