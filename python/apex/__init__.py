@@ -14,7 +14,13 @@ from apex._check import DeprecatedFeatureWarning  # noqa: E402
 
 __version__ = _core.__version__
 
+import sys  # noqa: E402
+
 import torch  # noqa: E402
+
+from apex._internal import not_served  # noqa: E402
+
+sys.meta_path.append(not_served.Finder)
 
 from apex import amp, fp16_utils, multi_tensor_apply, normalization, optimizers  # noqa: E402
 

@@ -226,15 +226,6 @@ def test_tensors_that_would_be_broadcast_are_refused_and_nothing_is_written() ->
     assert one.item() == 6.0
 
 
-@pytest.mark.parametrize("name", sorted(amp_C.INSTEAD))
-def test_other_kernels_say_what_to_use(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"amp_C has no {name} here: use "):
-        getattr(amp_C, name)
-    assert not hasattr(amp_C, name)
-    with pytest.raises(ImportError, match=name):
-        exec(f"from amp_C import {name}")
-
-
 def test_unknown_name_of_amp_c_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'amp_C' has no attribute 'no_such_kernel'"):
         amp_C.no_such_kernel  # noqa: B018

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from ddp_models import build, data
 from ddp_support import RankPool, alone, check, check_near, gradients, mean_over_ranks
 from torch import Tensor, nn

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, raises
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
+from apex import amp
 from apex._internal.not_served import INSTEAD
 from apex.parallel import DistributedDataParallel as DDP
 
@@ -34,15 +37,46 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
 }
 
 
+HANDLE = {
+    "amp.init().wrap_optimizer": lambda handle: handle.wrap_optimizer(None),
+    "amp.init().scale_loss": lambda handle: handle.scale_loss(None, None),
+}
+NAMES = [name for name in INSTEAD if name.startswith(("apex.", "amp_C."))]
+
+
+def _sentence(name: str) -> str:
+    return f"{name} is not supported: {INSTEAD[name]}."
+
+
 def _refuses(rank: int, world: int) -> None:
     for name, call in WITH_GROUP.items():
-        with raises(Exception, f"{name} is not supported: {INSTEAD[name]}."):
+        with raises(Exception, _sentence(name)):
             call()
 
 
 @pytest.mark.processes
 def test_each_name_of_a_wrapper_is_refused_with_its_alternative(ranks: RankPool) -> None:
     ranks.run(2, _refuses)
+
+
+@pytest.mark.usefixtures("fresh_amp")
+@pytest.mark.parametrize("name", HANDLE)
+def test_each_name_of_the_old_handle_is_refused_with_its_alternative(name: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        HANDLE[name](amp.init())
+    assert str(caught.value) == _sentence(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_import_of_each_name_is_refused_with_its_alternative(name: str) -> None:
+    package, _, member = name.rpartition(".")
+    kind = AttributeError if package == "amp_C" else ImportError
+    with pytest.raises(kind) as caught:
+        exec(f"from {package} import {member}" if package != "amp_C" else f"import amp_C; {name}")
+    assert str(caught.value) == _sentence(name)
+    if package != "amp_C":
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
 
 
 def test_page_is_the_table() -> None:
@@ -53,4 +87,4 @@ def test_page_is_the_table() -> None:
 
 
 def test_every_row_is_triggered() -> None:
-    assert WITH_GROUP.keys() == INSTEAD.keys()
+    assert {*WITH_GROUP, *HANDLE, *NAMES} == INSTEAD.keys()

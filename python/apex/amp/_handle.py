@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._internal import not_served
 from ._amp_state import _amp_state
 from .casts import CastCache
 from .patch import PatchSet, install
-
-_OLD_INTERFACE = (
-    "the handle's {} belongs to Apex's interface from before amp.initialize: replace amp.init() by "
-    'model, optimizer = amp.initialize(model, optimizer, opt_level="O1"), and use '
-    "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
-)
 
 
 class AmpHandle:
@@ -142,11 +137,11 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
-        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+        not_served.refuse("amp.init().wrap_optimizer", RuntimeError)
 
     def scale_loss(self, loss: Any, optimizer: Any) -> Any:
         """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
-        raise RuntimeError(_OLD_INTERFACE.format("scale_loss()"))
+        not_served.refuse("amp.init().scale_loss", RuntimeError)
 
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the cast of `param`, if there is one."""
@@ -187,7 +182,7 @@ class NoOpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Raises RuntimeError with advice. Part of the interface before ``amp.initialize``."""
-        raise RuntimeError(_OLD_INTERFACE.format("wrap_optimizer()"))
+        not_served.refuse("amp.init().wrap_optimizer", RuntimeError)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:

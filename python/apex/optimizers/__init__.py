@@ -5,8 +5,6 @@ FusedAdam and FusedSGD are torch's own fused optimizers. FusedLAMB, FusedNovoGra
 use torch's foreach operators. ShardedOptimizer distributes the work of any of them among ranks.
 """
 
-from typing import Any
-
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -22,9 +20,3 @@ __all__ = [
     "FusedSGD",
     "ShardedOptimizer",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    from ._unavailable import explain
-
-    return explain(__name__, name)

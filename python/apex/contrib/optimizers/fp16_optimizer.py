@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""A module of early versions of Apex. Importing it raises an error that names the replacement."""
-
-from apex.optimizers._unavailable import refuse
-
-refuse("apex.contrib.optimizers", "FP16_Optimizer")
