@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,12 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch.distributed.run as torchrun
 from ddp_support import free_port
 from warm import run_script
 
 from apex.parallel import multiproc
-from apex.parallel._multiproc import script as script_options
 
 # Only a guard against hangs. Nothing here takes nearly this long.
 TIMEOUT_S = 600
@@ -211,17 +207,6 @@ def test_environment_every_rank_is_complete(job: Job) -> None:
 
 
 @pytest.mark.processes
-def test_master_given_reaches_every_rank(job: Job) -> None:
-    job.write(REPORT)
-    port = str(free_port())
-    done = job.run("--nproc=2", "--master-addr=127.0.0.1", f"--master-port={port}", "job.py")
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        env = job.report(rank)["env"]
-        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", port)
-
-
-@pytest.mark.processes
 def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
     job.write(REPORT, "import torch.distributed as dist\n", 'dist.init_process_group("gloo")\n')
     with (job.folder / "job.py").open("a") as file:
@@ -230,7 +215,6 @@ def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
     nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     for done in job.run_nodes(2, *nodes, "../job.py"):
         assert done.returncode == 0, done.stderr
-        assert "recvValue" not in done.stderr  # the store ends after the last node has left it
     assert job.ranks() == [0, 1, 2, 3]
     assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
     # Ranks without output leave no file, on either node.
@@ -244,17 +228,6 @@ def test_processes_default_is_gpus_or_else_cores(job: Job, monkeypatch: pytest.M
     for gpus, processes in (8, 8), (0, 6):
         monkeypatch.setattr(multiproc.cuda, "device_count", lambda gpus=gpus: gpus)
         assert multiproc.parse(["job.py"], {}).nproc == processes
-
-
-@pytest.mark.processes
-def test_several_launchers_in_one_folder_do_not_collide(job: Job) -> None:
-    meet = MEET.replace('os.environ["RANK"]', '(os.environ["JOB"] + os.environ["RANK"])')
-    job.write(meet.replace('int(os.environ["WORLD_SIZE"])', "4"), 'print(os.environ["JOB"])\n')
-    launchers = [job.start("--nproc=2", "job.py", JOB=name) for name in "ab"]
-    for launcher, name in zip(launchers, "ab", strict=True):
-        done = job.finish(launcher)
-        assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
-    assert set((job.folder / "rank_1.log").read_text().split()) == {"a", "b"}
 
 
 @pytest.mark.processes
@@ -306,27 +279,6 @@ def test_options_are_inserted_before_a_double_dash(job: Job) -> None:
     assert job.report(0)["argv"] == [*options, "--", "--world-size", "--rank=7"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["job.py", "--", "--flag"],
-        ["job.py", "--", "--", "--flag"],
-        ["job.py", "--flag", "--", "x", "--nnodes=7"],
-        ["job.py", "--"],
-        ["--", "job.py", "--flag"],
-    ],
-)
-def test_arguments_double_dash_is_what_torchrun_makes_of_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    job.write(REPORT)
-    monkeypatch.chdir(job.folder)
-    ours = multiproc.parse(["--nproc=1", *arguments], {})
-    theirs = torchrun.parse_args(["--nproc-per-node=1", *arguments])
-    assert ours.arguments == theirs.training_script_args
-    assert (str(ours.script), ours.nnodes) == (theirs.training_script, int(theirs.nnodes[0]))
-
-
 @pytest.mark.processes
 def test_world_size_of_script_is_the_number_of_processes(job: Job) -> None:
     job.write(REPORT, TAKES_ALL)
@@ -353,7 +305,7 @@ def test_world_size_of_script_is_the_number_of_processes(job: Job) -> None:
 )
 def test_options_taken_source_is_read(tmp_path: Path, source: str, options: set[str]) -> None:
     (tmp_path / "script.py").write_text(source)
-    assert set(script_options.options_taken(tmp_path / "script.py")) == options
+    assert set(multiproc.options_taken(tmp_path / "script.py")) == options
 
 
 @pytest.mark.parametrize(
@@ -365,14 +317,13 @@ def test_options_taken_source_is_read(tmp_path: Path, source: str, options: set[
         (["--rank"], ["--rank", "5"], ()),
         (["--rank"], ["--rank=5"], ()),
         (["--local_rank"], ["--local-rank=0"], ()),
-        (["--rank"], ["--", "--rank=5"], ("--rank",)),
         ([], [], ()),
     ],
 )
 def test_appended_one_option_per_value_that_is_not_given(
     options: list[str], arguments: list[str], expected: tuple[str, ...]
 ) -> None:
-    assert script_options.appended(options, arguments) == expected
+    assert multiproc.appended(options, arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -401,13 +352,11 @@ def test_append_choice_wins_over_the_source(
         (["--world-size"], None),
         (["--world-size=4x"], None),
         (["my--world-size=4"], None),
-        (["--world-size", "4", "--", "--world-size=5"], 4),
-        (["--", "--world-size=5"], None),
         ([], None),
     ],
 )
 def test_world_size_is_found_in_every_spelling(arguments: list[str], expected: int | None) -> None:
-    assert script_options.world_size(arguments) == expected
+    assert multiproc.world_size(arguments) == expected
 
 
 # --- the end of a job ---
@@ -422,7 +371,6 @@ def test_world_size_is_found_in_every_spelling(arguments: list[str], expected: i
         ("raise", 1, "ValueError: no more apples", {}),
         ("7", 7, "failed with exit code 7", {}),
         ("kill", 137, "failed with signal SIGKILL", {}),
-        ("kill", 137, "failed with signal SIGKILL", {"HANDLES_SIGTERM": "0"}),
         ("7", 7, "failed with exit code 7", {"HANDLES_SIGTERM": "3"}),
     ],
 )
@@ -441,15 +389,6 @@ def test_failing_rank_stops_all_and_is_shown(
 
 
 @pytest.mark.processes
-def test_failing_ranks_each_is_named_with_its_traceback(job: Job) -> None:
-    job.write('import os\nraise ValueError("fault of " + os.environ["RANK"])\n')
-    done = job.run("--nproc=1", "job.py")
-    assert done.returncode == 1
-    assert "ValueError: fault of 0" in done.stderr
-    assert "multiproc: rank 0 failed with exit code 1; see above\n" in done.stderr
-
-
-@pytest.mark.processes
 def test_failing_rank_with_a_long_line_only_its_end_is_shown(job: Job) -> None:
     job.write(
         "import os, sys\n",
@@ -462,83 +401,15 @@ def test_failing_rank_with_a_long_line_only_its_end_is_shown(job: Job) -> None:
     assert len(done.stderr) < 100_000
 
 
-def test_signal_without_a_name_is_reported_by_number(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = multiproc.RankLogs()
-    logs.files = {}
-    failure = multiproc.ProcessFailure(local_rank=0, pid=1, exitcode=-40, error_file="")
-    assert multiproc._report({0: failure}, [0], logs) == 168
-    assert capsys.readouterr().err == "multiproc: rank 0 failed with signal 40; see above\n"
-
-
-#: The launcher, whose stderr has no reader.
-UNREAD = """
-    import os, sys
-    from apex.parallel import multiproc
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 2)
-    sys.exit(multiproc.main())
-"""
-#: The launcher as nohup starts it.
-NOHUP = """
-    import signal, sys
-    from apex.parallel import multiproc
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sys.exit(multiproc.main())
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("launcher", "source", "code"),
-    [
-        (UNREAD, "sys.exit(7)\n", 7),
-        (NOHUP, "os.kill(os.getppid(), signal.SIGHUP)\n", 0),
-    ],
-    ids=["stderr without a reader", "nohup"],
-)
-def test_terminal_that_is_closed_does_not_change_the_exit_code(
-    job: Job, launcher: str, source: str, code: int
-) -> None:
-    job.write("import os, signal, sys\n", source)
-    script = job.folder / "launcher.py"
-    script.write_text(textwrap.dedent(launcher))
-    whole = job.environment()
-    done = run_script(script, "--nproc=1", "job.py", cwd=job.folder, env=whole, timeout_s=TIMEOUT_S)
-    assert done.returncode == code, done.stderr
-
-
-def test_second_signal_shortens_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(
-        multiproc.LocalElasticAgent, "_shutdown", lambda _self, _signal, wait: waits.append(wait)
-    )
-    agent = object.__new__(multiproc.Agent)
-    agent._shutdown()
-    agent._shutdown()
-    assert waits == [30, 1]
-
-
 @pytest.mark.processes
 @linux_only
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_launcher_leaves_no_process(job: Job, number: signal.Signals) -> None:
-    # A rank may have its own processes, in a separate session.
-    job.write(
-        "import subprocess, sys\n",
-        'sleeper = "import time; time.sleep(1000)"\n',
-        "subprocess.Popen([sys.executable, '-c', sleeper], start_new_session=True)\n",
-        MEET_IN_GROUP if number == signal.SIGINT else MEET,
-        WAIT,
-    )
+def test_stopped_launcher_leaves_no_process(job: Job) -> None:
+    job.write(MEET, WAIT)
     launcher = job.start("--nproc=2", "job.py")
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "all here\n"
-    assert len(job.living()) == 5
-    launcher.send_signal(number)
-    done = job.finish(launcher)
-    assert done.returncode == 128 + number
-    assert f"multiproc: stopped by {number.name}" in done.stderr
+    launcher.send_signal(signal.SIGTERM)
+    assert job.finish(launcher).returncode == 128 + signal.SIGTERM
     assert job.outlive() == []
 
 
@@ -552,156 +423,6 @@ def test_killed_launcher_leaves_no_rank(job: Job) -> None:
     launcher.kill()
     job.finish(launcher)  # returns when rank 0 has closed the pipe
     assert job.outlive() == []
-
-
-@pytest.mark.processes
-@linux_only
-@pytest.mark.parametrize("killed", [0, 1])
-def test_killed_launcher_of_a_node_leaves_no_rank_there(job: Job, killed: int) -> None:
-    """Node 1 stops when node 0's launcher ends. Node 0's ranks would notice that a peer is lost."""
-    job.write(MEET, WAIT)
-    nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    launchers = [
-        job.start(*nodes, f"--node-rank={node}", f"--log-dir=logs_{node}", "job.py")
-        for node in (0, 1)
-    ]
-    assert launchers[0].stdout is not None
-    assert launchers[0].stdout.readline() == "all here\n"
-    assert len(job.living()) == 6
-    launchers[killed].kill()
-    done = job.finish(launchers[1])
-    if killed == 0:
-        assert (done.returncode, job.outlive()) == (1, [])
-        assert "multiproc: node 1: node 0 has failed;" in done.stderr
-    else:
-        assert len(job.outlive(3)) == 3 and launchers[0].poll() is None
-        launchers[0].kill()
-        job.finish(launchers[0])
-
-
-@pytest.mark.processes
-@linux_only
-@pytest.mark.parametrize("failing", [0, 1])
-def test_failing_node_stops_the_other(job: Job, failing: int) -> None:
-    job.write(MEET, FAIL)
-    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    ends = job.run_nodes(2, *nodes, "../job.py", "raise", FAILING_RANK=str(failing))
-    assert [done.returncode for done in ends] == [1, 1]
-    assert "ValueError: no more apples" in ends[failing].stderr
-    assert f"multiproc: node {1 - failing}: node {failing} has failed;" in ends[1 - failing].stderr
-    assert job.living() == []
-
-
-#: Rank 1 fails when node 0's launcher has reaped rank 0.
-FAILS_AFTER_NODE_0 = """
-    import os, pathlib, sys, time
-    place = pathlib.Path(os.environ["REPORT_TO"], "0")
-    if os.environ["RANK"] == "0":
-        place.with_suffix(".new").write_text(str(os.getpid()))
-        place.with_suffix(".new").rename(place)
-        sys.exit()
-    while not place.exists() or pathlib.Path("/proc", place.read_text()).exists():
-        time.sleep(0.01)
-    sys.exit(5)
-"""
-
-
-@pytest.mark.processes
-@linux_only
-def test_failing_node_stops_a_node_that_has_finished(job: Job) -> None:
-    job.write(FAILS_AFTER_NODE_0)
-    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    ends = job.run_nodes(2, *nodes, "../job.py")
-    assert [done.returncode for done in ends] == [1, 5]
-    assert "multiproc: node 0: node 1 has failed;" in ends[0].stderr
-
-
-# Hazard: the store ends with node 0's launcher, and later requests to it report a failure.
-OUTLIVES_NODE_0 = """
-    import os, socket, sys, time
-    while os.environ["GROUP_RANK"] == "1":
-        try:
-            socket.create_connection(("127.0.0.1", int(sys.argv[1]))).close()
-        except OSError:
-            time.sleep(1)  # the launcher looks ten times
-            break
-        time.sleep(0.1)
-    print("done")
-"""
-IMPATIENT = """
-import functools, sys
-from apex.parallel import multiproc
-multiproc.Agent = functools.partial(multiproc.Agent, exit_barrier_timeout=0.5)
-sys.exit(multiproc.main())
-"""
-
-
-@pytest.mark.processes
-@linux_only
-def test_node_that_works_longer_than_node_0_waits_ends_well(job: Job) -> None:
-    job.write(OUTLIVES_NODE_0)
-    port = str(free_port())
-    nodes = ["--nproc=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    for node in (0, 1):
-        logs = f"--log-dir=logs_{node}"
-        command = [sys.executable, "-c", IMPATIENT, *nodes, logs, f"--node-rank={node}"]
-        command += ["job.py", port]
-        job.launchers.append(
-            subprocess.Popen(command, cwd=job.folder, env=job.environment(), text=True)
-        )
-    assert [job.finish(launcher).returncode for launcher in job.launchers] == [0, 0]
-    assert (job.folder / "logs_1" / "rank_1.log").read_text() == "done\n"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("node_rank", [0, 1])
-def test_missing_node_fails_when_time_is_up(job: Job, node_rank: int) -> None:
-    job.write(REPORT)
-    nodes = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    done = job.run("--nproc=1", *nodes, f"--node-rank={node_rank}", "--timeout-s=1", "job.py")
-    assert done.returncode == 1
-    assert re.search(rf"multiproc: node {node_rank}: .*[Tt]imed out", done.stderr.splitlines()[-1])
-    assert job.ranks() == []
-
-
-@pytest.mark.processes
-def test_interrupt_while_nodes_are_missing_ends_the_launcher(job: Job) -> None:
-    job.write(REPORT)
-    port = free_port()
-    nodes = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    launcher = job.start("--nproc=1", *nodes, "job.py")
-    while True:  # until it listens
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert launcher.poll() is None
-            time.sleep(0.05)
-    launcher.send_signal(signal.SIGINT)
-    assert job.finish(launcher).returncode == -signal.SIGINT
-
-
-@pytest.mark.processes
-def test_port_that_is_taken_is_named(job: Job) -> None:
-    job.write(REPORT)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = job.run("--nproc=1", f"--master-port={port}", "job.py")
-    assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
-    assert re.search(rf"multiproc: node 0: .* port: {port},.*EADDRINUSE", said), said
-    assert job.ranks() == []
-
-
-@pytest.mark.processes
-@linux_only
-def test_log_that_cannot_be_opened_is_named_and_no_rank_is_left(job: Job) -> None:
-    job.write(WAIT)
-    (job.folder / "rank_1.log").mkdir()
-    done = job.run("--nproc=2", "job.py")
-    assert done.returncode == 1
-    assert "Is a directory: 'rank_1.log'" in done.stderr.splitlines()[-1]
-    assert job.living() == []
 
 
 # --- refused arguments ---

@@ -35,7 +35,7 @@ from typing import Any
 
 from ddp_support import PRELOADED
 
-from apex.parallel._multiproc import script as script_options
+from apex.parallel import multiproc
 
 
 def run_script(
@@ -117,15 +117,15 @@ def run_script_on_ranks(
         subprocess.TimeoutExpired: they were killed after the timeout.
     """
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
-    takes = script_options.options_taken(Path(script))
+    takes = multiproc.options_taken(Path(script))
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         mine = {**env, **{name: str(number) for name, number in place.items()}}
         more = [
             part
-            for option in script_options.appended(takes, arguments)
-            for part in (option, mine[script_options.RANK_OPTIONS[option]])
+            for option in multiproc.appended(takes, arguments)
+            for part in (option, mine[multiproc.RANK_OPTIONS[option]])
         ]
         log = cwd / f"rank_{rank}.log"
         files = (out, err) if rank == 0 else (log, log)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""The parts of ``python -m apex.parallel.multiproc``."""
