@@ -15,7 +15,8 @@ root=$(cd "$root" && pwd)
 python=$(command -v "${PYTHON:-python3}") || exit 1
 build=${APEX_GPU_BUILD:-$root/build/gpu}
 out=${OUT:-$root/build/gpu-results}
-export PATH=$PATH:$(dirname "$python"):/usr/local/cuda/bin OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+tools=$(dirname "$python"):/usr/local/cuda/bin
+export PATH=$PATH:$tools OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$out"
 cd "$root" || exit 1
 failed=0

@@ -5,7 +5,7 @@ A block is one of three kinds. A whole program has a ``main``. Declarations are 
 and blocks of the same section may use them. Anything else is a fragment, the body of a function,
 which may use the declarations in ``cpp/tests/docs/given.h``. Pages whose blocks are parts of
 compiled sources are excluded, because other tests check these: ``extending.md``
-(test_docs_snippets), the tutorial (test_examples_tutorial), and ``c_api.md`` (below).
+(test_docs_snippets), the tutorial (test_examples_tutorial).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from package_support import ROOT
 
 INCLUDE = ROOT / "cpp" / "include"
-COMPARED = ("extending.md", "tutorial.md", "c_api.md")
+COMPARED = ("extending.md", "tutorial.md")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADERS = sorted(INCLUDE.rglob("*.h"))
 TORCH = Path(torch.__file__).parent / "include"
@@ -252,14 +252,6 @@ def test_wrapper_what_it_cannot_wrap_or_call_is_said_by_the_compiler(tmp_path: P
         "has no public forward() that takes these arguments",
     ):
         assert any(words in error for error in errors), done.stderr
-
-
-def test_docs_c_blocks_are_parts_of_the_example() -> None:
-    blocks = blocks_of_page(ROOT / "docs" / "cpp" / "c_api.md", "c")
-    assert blocks
-    source = (ROOT / "cpp" / "examples" / "c" / "main.c").read_text()
-    for block in blocks:
-        assert block.code in source, f"not in main.c:\n{block.code}"
 
 
 def test_docs_cpp_blocks_are_found() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_support import free_port
 from package_support import ROOT, cpp_program, run_torchrun
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -198,41 +197,6 @@ def test_mnist_data_file_is_what_the_script_writes(tmp_path: Path) -> None:
     folder = ROOT / "cpp" / "examples" / "mnist"
     runpy.run_path(str(folder / "make_digits.py"))["main"](tmp_path / "digits.bin")
     assert (tmp_path / "digits.bin").read_bytes() == (folder / "digits.bin").read_bytes()
-
-
-@pytest.mark.processes
-def test_c_two_ranks_learn_the_digits_as_one_process_does(tmp_path: Path) -> None:
-    """Plain C through apex/c_api.h. Reference: one process on the whole batches."""
-    program = cpp_program("cpp", "examples", "c", "c_digits")
-    data = program.parent / "digits.bin"
-
-    def epochs(output: str) -> list[list[float]]:
-        found = re.findall(r"^epoch \d+: loss ([\d.]+), test accuracy ([\d.]+) %$", output, re.M)
-        assert len(found) == 10, output
-        return [[float(number) for number in pair] for pair in found]
-
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    alone = subprocess.run(
-        [program, data], env=ENVIRONMENT | place | {"MASTER_PORT": str(free_port())},
-        capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
-    together = epochs(run(2, program, data, cwd=tmp_path))
-    expected = epochs(alone.stdout)
-    assert together[-1][1] > 90
-    for (loss, _), (expected_loss, _) in zip(together, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=1e-3)
-    bad = subprocess.run(
-        [program, data], env={**ENVIRONMENT, "RANK": "0"}, capture_output=True, text=True,
-        timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert bad.returncode == 2
-    assert "c_digits: apex_init(): " in bad.stderr and bad.stderr.count("\n") == 1
-    for arguments, code in ((["--help"], 0), ([], 2), (["nowhere"], 2)):
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode == code
-        said = done.stderr if code else done.stdout
-        assert "digits.bin" in said and "Trains" in said or code
 
 
 @pytest.mark.processes

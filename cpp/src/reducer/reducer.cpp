@@ -278,7 +278,7 @@ JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
 }
 JoinEvent Reducer::await_event() { return core_->uneven_inputs().await_event(); }
 void Reducer::shadow_backward_begin(const JoinEvent& event) { core_->shadow_backward_begin(event); }
-void Reducer::shadow_backward_end() { core_->end_by_hand(); }
+void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
 int64_t Reducer::last_with_data(bool followed, int64_t states) const {
   return core_->uneven_inputs().last_with_data(followed, states);
 }

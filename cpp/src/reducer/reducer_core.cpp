@@ -224,13 +224,6 @@ std::vector<at::Tensor> ReducerCore::buffers() {
 
 // --- a backward without autograd ---
 
-void ReducerCore::begin_by_hand() {
-  const Change change(context().monitor);
-  auto session = std::make_shared<BackwardSession>();
-  begin_backward(session);
-  by_hand_ = std::move(session);
-}
-
 void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   refuse_in_backward("shadow_backward_begin()");
   const Change change(context().monitor);
@@ -253,7 +246,7 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   if (!event.end_follows) backward_->launch_ready({});
 }
 
-void ReducerCore::end_by_hand() {
+void ReducerCore::shadow_backward_end() {
   std::shared_ptr<BackwardSession> session;
   {
     const Change change(context().monitor);

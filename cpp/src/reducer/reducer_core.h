@@ -74,11 +74,10 @@ class ReducerCore final : public BackwardParticipant,
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
   UnevenInputs& uneven_inputs() { return uneven_; }
 
-  /// Begin and end of a backward without autograd. The caller calls gradient_ready() in between.
-  /// They throw the same errors as backward().
-  void begin_by_hand();
+  /// Begin and end of a backward without autograd, for join(). They throw the same errors as
+  /// backward().
   void shadow_backward_begin(const JoinEvent& event);
-  void end_by_hand();
+  void shadow_backward_end();
 
   // Called by autograd.
   bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) override {

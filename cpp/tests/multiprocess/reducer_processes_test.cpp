@@ -18,7 +18,6 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/c_api.h>
 #include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
@@ -344,42 +343,6 @@ void hook_fails_on_one_rank() {
 
 const apex::testing::Scenario kHookFails("reducer_hook_fails_on_one_rank", hook_fails_on_one_rank);
 
-/// Hazard: messages of two reducers on one group, and of the program, are matched only by their
-/// order.
-void several_notified() {
-  apex_group* group = nullptr;
-  const auto ok = [](apex_status status) { require(status == APEX_OK, apex_last_error()); };
-  ok(apex_init("gloo", nullptr, -1, -1, 30000, &group));
-  const bool first = apex_rank(group) == 0;
-  const int64_t size = 4;
-  double weights[2][4] = {}, gradients[2][4], metric[4];
-  const auto tensor = [&](double* data) {
-    return apex_tensor{data, 1, &size, nullptr, APEX_FLOAT64, -1};
-  };
-  std::fill_n(gradients[0], 4, first ? 1.0 : 2.0);
-  std::fill_n(gradients[1], 4, first ? 100.0 : 200.0);
-  std::fill_n(metric, 4, 7.0);
-  apex_reducer* reducers[2] = {};
-  for (int i = 0; i < 2; ++i) {
-    const apex_tensor weight = tensor(weights[i]), gradient = tensor(gradients[i]);
-    ok(apex_reducer_create(group, &weight, &gradient, 1, 0, &reducers[i]));
-  }
-  const apex_tensor own = tensor(metric);
-  if (first) ok(apex_all_reduce(group, &own, APEX_SUM));
-  ok(apex_reducer_gradient_ready(reducers[first ? 0 : 1], 0));
-  ok(apex_reducer_gradient_ready(reducers[first ? 1 : 0], 0));
-  if (!first) ok(apex_all_reduce(group, &own, APEX_SUM));
-  for (apex_reducer* reducer : reducers) ok(apex_reducer_synchronize(reducer));
-  for (int i = 0; i < 4; ++i) {
-    require(gradients[0][i] == 1.5, "the first reducer has other gradients");
-    require(gradients[1][i] == 150, "the second reducer has other gradients");
-    require(metric[i] == 14, "the program's own all-reduce has other values");
-  }
-  for (apex_reducer* reducer : reducers) apex_reducer_destroy(reducer);
-  apex_shutdown(group);
-}
-
-const apex::testing::Scenario kSeveralNotified("several_notified_reducers", several_notified);
 const apex::testing::Scenario kLowPrecisionHook("reducer_low_precision_hook", low_precision_hook);
 
 /// Nothing is sent in between, so a rank may destroy the reducer while others still connect.
@@ -552,14 +515,6 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerProcesses,
 
 TEST(ReducerProcessesHook, LowPrecisionSummedInFloat32_Gradients_AreRoundedOnce) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_low_precision_hook", 3))), "");
-}
-
-TEST(NotifiedReducerProcesses, SeveralOfOneGroup_AnotherOrderOnEachRank_AreNotMixedUp) {
-  for (const char* channel : {"1", "0"}) {
-    EXPECT_EQ(failures_of(run_processes(
-                  ranks_of("several_notified_reducers", 2, {{"APEX_HOST_CHANNEL", channel}}))),
-              "");
-  }
 }
 
 TEST(ReducerProcessesConnection, DroppedAtOnceByOneRank_Others_ConnectAllTheSame) {
