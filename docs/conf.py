@@ -11,22 +11,6 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
-
-import reference_cpp  # noqa: E402
-import reference_messages  # noqa: E402
-import reference_options  # noqa: E402
-import search_queries  # noqa: E402
-from sphinx.util import logging  # noqa: E402
-
-#: The contents of `<!-- generated: NAME -->` in pages.
-GENERATED = {
-    "cpp": reference_cpp.reference,
-    "options_cmake": reference_options.cmake,
-    "options_cpp": reference_options.cpp,
-    "options_launcher": reference_options.launcher,
-    "options_python": reference_options.python,
-}
 
 
 def _version() -> str:
@@ -60,13 +44,11 @@ def _use_sources() -> list[str]:
 
 
 def _repository() -> str:
-    """Where the sources are published, or "": from the variable of the wheel, or of a service."""
+    """Where the sources are published, or ""."""
     on_github = "GITHUB_REPOSITORY" in os.environ and (
         f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
     )
-    url = (
-        os.environ.get("APEX_SOURCE_URL") or os.environ.get("READTHEDOCS_GIT_CLONE_URL")
-    ) or on_github
+    url = os.environ.get("READTHEDOCS_GIT_CLONE_URL") or on_github
     return (url or "").removesuffix("/").removesuffix(".git")
 
 
@@ -82,9 +64,6 @@ maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_static_path = ["static"]
-html_css_files = ["site.css"]
-html_js_files = ["site.js"]
 repository = _repository()
 html_theme_options: dict[str, object] = {}
 if repository:
@@ -100,13 +79,10 @@ html_title = f"apex-parallel {release}"
 
 
 def _read_page(app: object, docname: str, source: list[str]) -> None:
-    """Inserts the generated parts; files that are not part of the site become links to the
-    repository.
+    """Files that are not part of the site become links to the repository.
 
     Where it is not known, they are not links.
     """
-    text = reference_messages.fill(source[0]) if docname == "errors" else source[0]
-    text = re.sub(r"<!-- generated: (\w+) -->", lambda marker: GENERATED[marker[1]](), text)
     folder = (ROOT / "docs" / docname).parent
 
     def unlink(link: re.Match[str]) -> str:
@@ -117,20 +93,11 @@ def _read_page(app: object, docname: str, source: list[str]) -> None:
             return f"[{link[1]}]({repository}/blob/main/{target.relative_to(ROOT)})"
         return link[1]
 
-    source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, text)
-
-
-def _search(app: object, failure: Exception | None) -> None:
-    """Warn if a typical query does not find its page."""
-    if failure is None and app.builder.format == "html":
-        for sentence in search_queries.misses(Path(app.outdir) / "searchindex.js"):
-            logging.getLogger(__name__).warning(sentence)
-            app.statuscode = 1  # Sphinx counts its warnings before this
+    source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", unlink, source[0])
 
 
 def setup(app: object) -> None:
     app.connect("source-read", _read_page)
-    app.connect("build-finished", _search)
 
 
 # Use the sources even if a package is installed, which may be built from other sources.

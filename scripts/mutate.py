@@ -3,7 +3,7 @@
 """Mutation testing: breaks the engine in about 200 places, one at a time, and runs the tests.
 
     pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh creates
-    .venv/bin/python scripts/mutate.py --output docs/mutation.md
+    .venv/bin/python scripts/mutate.py --output mutation.md
 
 Mutants are found in the syntax trees of C++ and Python. scripts/mutation/areas.py lists the
 sources, the number of mutants drawn from each area, and the tests. All mutants are compiled at

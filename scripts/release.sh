@@ -14,8 +14,7 @@
 #
 # Artifacts that passed their tests are moved into DIR. No other files remain, even after a failure or interruption.
 # Wheels and C++ packages are built from the unpacked source distribution, which tests that it is complete.
-# Environment: the variables of scripts/venv.sh, except APEX_TORCH; APEX_SOURCE_URL, the address of the public repository
-# (https://github.com/OWNER/NAME), for absolute links in the long description and for the project's URLs.
+# Environment: the variables of scripts/venv.sh, except APEX_TORCH.
 set -euo pipefail
 
 export PYTHONWARNINGS='ignore:Failed to initialize NumPy'  # torch warns of this without numpy
@@ -102,7 +101,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
     libraries = [pathlib.PurePath(name).name for name in wheel.namelist() if ".so" in name]
     assert not [name for name in libraries if "torch" in name or name.startswith("libc10")]
     for name in wheel.namelist():
-        if name.endswith((".cmake", ".pc", ".py")):
+        if name.endswith((".cmake", ".py")):
             text = wheel.read(name).decode()
             assert not [folder for folder in sys.argv[2:] if folder in text], name
 PYTHON
@@ -113,7 +112,7 @@ PYTHON
 
 # test_cpp_package ARCHIVE DIR: build a program with the unpacked package and the torch in DIR.
 test_cpp_package() {
-  mkdir -p "$work/cpp" && rm -rf "$work/consumer" "$work/c_digits"
+  mkdir -p "$work/cpp" && rm -rf "$work/consumer"
   tar -xzf "$1" -C "$work/cpp"
   [ -f "$work/cpp/$(basename "$1" .tar.gz)/LICENSE" ] || apex_error "$1 has no LICENSE" || return 1
   local torch
@@ -123,12 +122,6 @@ test_cpp_package() {
     -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
   apex_quiet "$venv/bin/cmake" --build "$work/consumer"
   "$work/consumer/consumer"
-  # A C program that does not use libtorch directly must also find the libtorch in DIR.
-  apex_quiet "$venv/bin/cmake" -G Ninja -S "$sources/cpp/examples/c" -B "$work/c_digits" \
-    -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed \
-    -Dapex_ROOT="$work/cpp/$(basename "$1" .tar.gz)" -DLibtorch_ROOT="$torch"
-  apex_quiet "$venv/bin/cmake" --build "$work/c_digits"
-  apex_quiet "$work/c_digits/c_digits" --help
 }
 
 # The environment is inside the sources. ccache makes the paths of both relative, so a run reuses the compilations of an

@@ -14,7 +14,7 @@
 #include <apex/error.h>
 
 /// Compatibility layer over the supported versions of torch. No other file of this library checks
-/// the version. `scripts/matrix.sh` builds and tests with each version.
+/// the version. Continuous integration builds and tests with each version.
 
 #define APEX_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) ||       \

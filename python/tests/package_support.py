@@ -58,9 +58,7 @@ def run_torchrun(
     return run_script(script, *options, *command, cwd=cwd, env=env, timeout_s=timeout_s)
 
 
-def make_torch(
-    folder: Path, version: str, cuda: str | None = None, archive: bool = False, abi: int = 1
-) -> Path:
+def make_torch(folder: Path, version: str, cuda: str | None = None, archive: bool = False) -> Path:
     """A folder that looks like a torch package, or like an unpacked libtorch archive."""
     major, minor, patch = version.split("+")[0].split(".")
     files = {
@@ -71,7 +69,7 @@ def make_torch(
             f"#define TORCH_VERSION_MINOR {minor}\n"
             f"#define TORCH_VERSION_PATCH {patch}\n"
         ),
-        "share/cmake/Torch/TorchConfig.cmake": f'set(FLAGS "-D_GLIBCXX_USE_CXX11_ABI={abi}")\n',
+        "share/cmake/Torch/TorchConfig.cmake": 'set(FLAGS "-D_GLIBCXX_USE_CXX11_ABI=1")\n',
         "lib/libc10.so": "",
         "lib/libtorch_cpu.so": "",
         "lib/libtorch.so": "",

@@ -4,12 +4,10 @@
 import os
 import re
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ddp_support import free_port
 from package_support import CMAKE, ROOT, cmake, generator, torchrun
 
 pytestmark = [
@@ -67,27 +65,6 @@ def run(*command: str | Path, **environment: str) -> str:
     return result.stdout
 
 
-def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
-    """The combined output of several commands that wait for each other."""
-    started = [
-        subprocess.Popen(
-            command,
-            env=ENVIRONMENT | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * len(started), outputs
-    return "".join(outputs)
-
-
 @pytest.fixture(scope="module")
 def expected(programs: dict[str, Path]) -> list[float]:
     """The losses of the one-process program."""
@@ -100,29 +77,3 @@ def test_guide_torchrun_two_ranks_print_the_losses_of_one_process(
     programs: dict[str, Path], expected: list[float]
 ) -> None:
     assert losses(run(*torchrun(2), programs["many"])) == pytest.approx(expected, rel=1e-4)
-
-
-def test_guide_environment_by_hand_two_ranks_print_the_losses_of_one_process(
-    programs: dict[str, Path], expected: list[float]
-) -> None:
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [place | {"RANK": str(rank)} for rank in range(2)]
-    output = run_together([[str(programs["many"])]] * 2, environments)
-    assert losses(output) == pytest.approx(expected, rel=1e-4)
-
-
-def test_guide_two_nodes_two_ranks_each_print_the_losses_of_one_process(
-    programs: dict[str, Path], expected: list[float]
-) -> None:
-    # Each node is an agent of torchrun with its own host name.
-    node = [
-        sys.executable, "-m", "torch.distributed.run", "--no-python", "--nnodes=2",
-        "--nproc_per_node=2", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-    ]  # fmt: skip
-    commands = [
-        [*node, f"--local-addr={address}", str(programs["many"])]
-        for address in ("127.0.0.1", "localhost")
-    ]
-    output = run_together(commands, [{}, {}])
-    assert losses(output) == pytest.approx(expected, rel=1e-4)

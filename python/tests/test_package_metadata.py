@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cmake/wheel_metadata.py and scripts/release.sh: the torch that a package declares."""
+"""cmake/wheel_metadata.py: the torch that a package declares."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -104,56 +102,3 @@ def test_cmake_with_another_torch_than_the_wheel_names_refused(tmp_path: Path) -
     assert "would require torch 2.13, which this Python has, but hold libraries for 2.99.0" in (
         words(output)
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "which torch are the wheels for?"),
-        (["numpy"], "'numpy' is no torch that pip can install"),
-        (["torch==2.13.0", "--output"], "--output needs a folder."),
-    ],
-)
-def test_release_script_bad_argument_fails_with_one_sentence(
-    arguments: list[str], complaint: str, tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "release.sh"), *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"release.sh: {complaint}")
-    assert os.listdir(tmp_path) == []
-
-
-def test_release_script_output_that_is_no_folder_refused_first(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "release.sh"), "--output", "file", "torch==2.13.0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("release.sh: file is no folder that can be written to.")
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_release_script_that_fails_leaves_the_output_as_it_was(there: bool, tmp_path: Path) -> None:
-    temporary, output = tmp_path / "tmp", tmp_path / "output"
-    temporary.mkdir()
-    if there:
-        output.mkdir()
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "release.sh"), "--output", str(output), "torch==2.13.0"],
-        env={**os.environ, "PYTHON": "/bin/false", "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert (list(temporary.iterdir()), output.exists()) == ([], there)

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#ifdef __cplusplus
 #include <cstddef>  // defines the macros of the standard library
-#endif
 
 /// Symbol visibility. The library is built with hidden visibility; APEX_API marks public symbols.
 
@@ -12,8 +10,4 @@
     "libtorch and apex are built with the C++11 ABI of libstdc++: compile without -D_GLIBCXX_USE_CXX11_ABI=0"
 #endif
 
-#if defined(APEX_STATIC_DEFINE) || !defined(__GNUC__)
-#define APEX_API
-#else
 #define APEX_API __attribute__((visibility("default")))
-#endif

@@ -5,10 +5,7 @@
 #   OPTIONS          further arguments of cmake, separated by |
 #   TARGETS          what to build, separated by | (default: everything)
 #   PROGRAM          what to run, relative to BINARY; none: nothing is run
-#   EXPECT a regular expression that the program's output must match TORCH, STANDARD for a compiler
-#   other than the library's: if the consumer does not build, checks
-#                    whether that compiler can compile this libtorch's headers with this standard, and
-#                    skips the test if it cannot.
+#   EXPECT           a regular expression that the program's output must match
 
 cmake_minimum_required(VERSION 3.22)
 string(REPLACE "|" ";" options "${OPTIONS}")
@@ -23,33 +20,9 @@ endforeach()
 function(run what)
   execute_process(COMMAND ${ARGN} OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE status)
   if(NOT status EQUAL 0)
-    if(TORCH AND what MATCHES "configure|build")
-      ask_compiler()
-    endif()
     message(FATAL_ERROR "${what} failed (${status}):\n${output}")
   endif()
   set(output "${output}" PARENT_SCOPE)
-endfunction()
-
-# A compiler may be too old for torch's headers, or be installed without a standard library.
-function(ask_compiler)
-  set(folder "${BINARY}_torch_alone")
-  file(REMOVE_RECURSE "${folder}")
-  file(WRITE "${folder}/CMakeLists.txt" "
-    cmake_minimum_required(VERSION 3.22)
-    project(torch_alone CXX)
-    add_library(torch_alone OBJECT main.cpp)
-    target_compile_features(torch_alone PRIVATE cxx_std_${STANDARD})
-    target_include_directories(torch_alone SYSTEM PRIVATE
-      [[${TORCH}/include]] [[${TORCH}/include/torch/csrc/api/include]])")
-  file(WRITE "${folder}/main.cpp" "#include <torch/torch.h>\n")
-  foreach(step IN ITEMS "-S;${folder};-B;${folder}/build;-G;${GENERATOR};${options}" "--build;${folder}/build")
-    execute_process(COMMAND ${CMAKE_COMMAND} ${step}
-      OUTPUT_VARIABLE said ERROR_VARIABLE said RESULT_VARIABLE status)
-    if(NOT status EQUAL 0)
-      message(FATAL_ERROR "SKIPPED: the compiler does not compile torch's headers as C++${STANDARD}:\n${said}")
-    endif()
-  endforeach()
 endfunction()
 
 run(configure ${CMAKE_COMMAND} -S ${SOURCE} -B ${BINARY} -G ${GENERATOR} ${options})

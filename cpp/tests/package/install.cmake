@@ -17,14 +17,14 @@ file(CREATE_LINK "${TORCH}" "${site}/torch" SYMBOLIC)
 file(GLOB_RECURSE files RELATIVE "${PREFIX}" "${PREFIX}/*")
 foreach(wanted IN ITEMS
     include/apex/parallel.h cmake/apex/apexConfig.cmake cmake/apex/apexConfigVersion.cmake
-    cmake/apex/apexTargets.cmake cmake/apex/FindLibtorch.cmake pkgconfig/apex.pc)
+    cmake/apex/apexTargets.cmake cmake/apex/FindLibtorch.cmake)
   if(NOT files MATCHES "(^|[;/])${wanted}")
     message(SEND_ERROR "${wanted} was not installed, only ${files}")
   endif()
 endforeach()
 # No installed file may contain the path of the first installation.
 foreach(file IN LISTS files)
-  if(file MATCHES "\\.(cmake|pc)$")
+  if(file MATCHES "\\.cmake$")
     file(READ "${PREFIX}/${file}" text)
     string(FIND "${text}" "${STAGING}" position)
     if(NOT position EQUAL -1)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Finds clang in the same way as CMakeLists.txt of the folder above.
-set(apex_clang_names clang++)
-foreach(version RANGE 22 14 -1)
+foreach(version RANGE 22 16 -1)
   list(APPEND apex_clang_names clang++-${version})
 endforeach()
 find_program(APEX_CLANG NAMES ${apex_clang_names} REQUIRED)
