@@ -41,8 +41,7 @@ if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(
 fi
 
 apex_ensure_venv "$venv" "pytest>=8" "pytest-xdist>=3.8" expecttest scikit-learn tqdm pillow matplotlib || exit 1
-# The last two run the notebook of examples/.
-apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ipykernel nbclient ||
+apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ||
   echo "that failed; tests of what could not be installed are skipped"
 build=$(apex_build_folder "$venv") || exit 1
 defines=${SKBUILD_CMAKE_DEFINE:-}

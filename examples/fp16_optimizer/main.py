@@ -36,31 +36,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description="Digits with a float16 network, FP16_Optimizer and DistributedDataParallel.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--epochs", type=support.positive_int, default=10, metavar="N", help="epochs in all"
-    )
-    parser.add_argument(
-        "--batch-size", type=support.positive_int, default=32, metavar="N", help="samples per rank"
-    )
-    parser.add_argument("--lr", type=support.positive_float, default=0.05, help="learning rate")
+    parser.add_argument("--epochs", type=int, default=10, metavar="N", help="epochs in all")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples per rank")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument(
         "--static-loss-scale",
-        type=support.positive_float,
+        type=float,
         metavar="S",
         help="scale every loss by this; without it the scale adapts itself",
     )
-    parser.add_argument(
-        "--clip", type=support.positive_float, metavar="NORM", help="clip the gradient's norm"
-    )
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient's norm")
     support.add_checkpoint_options(parser)
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        type=support.local_rank,
-        default="-1",
-        metavar="R",
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
+    support.add_local_rank(parser)
     return parser.parse_args(argv)
 
 
@@ -112,10 +99,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if args.resume is not None:
         state = support.read_checkpoint(args.resume, device, settings)
         done = state["epoch"]
-        with support.restoring(args.resume):
-            model.load_state_dict(state["model"])
-            # It holds the float32 copies. Resuming from the float16 parameters would round them.
-            support.load_optimizer(optimizer, state["optimizer"])
+        model.load_state_dict(state["model"])
+        # It holds the float32 copies. Resuming from the float16 parameters would round them.
+        optimizer.load_state_dict(state["optimizer"])
 
     for epoch in range(done, args.epochs):
         # All ranks get the same batches, and each takes its slice.
@@ -154,4 +140,4 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

@@ -53,69 +53,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "data", type=Path, nargs="?", help="folder with train/CLASS/ and val/CLASS/ of images"
     )
     parser.add_argument(
-        "--synthetic",
-        type=support.positive_int,
-        metavar="N",
-        help="train on N synthetic images instead",
+        "--synthetic", type=int, metavar="N", help="train on N synthetic images instead"
     )
     parser.add_argument(
-        "--num-classes",
-        type=support.positive_int,
-        default=10,
-        metavar="N",
-        help="of synthetic images",
+        "--num-classes", type=int, default=10, metavar="N", help="of synthetic images"
     )
-    parser.add_argument(
-        "--image-size", type=support.positive_int, default=224, metavar="N", help="height and width"
-    )
+    parser.add_argument("--image-size", type=int, default=224, metavar="N", help="height and width")
     parser.add_argument("-a", "--arch", default="resnet18", metavar="NAME", help="of the network")
     parser.add_argument(
         "-j",
         "--workers",
-        type=support.non_negative_int,
+        type=int,
         default=min(4, len(os.sched_getaffinity(0))),
         metavar="N",
         help="loader processes per rank; by default up to 4, as there are cores",
     )
+    parser.add_argument("--epochs", type=int, default=90, metavar="N", help="in all")
     parser.add_argument(
-        "--epochs", type=support.positive_int, default=90, metavar="N", help="in all"
-    )
-    parser.add_argument(
-        "-b",
-        "--batch-size",
-        type=support.positive_int,
-        default=256,
-        metavar="N",
-        help="images per rank",
+        "-b", "--batch-size", type=int, default=256, metavar="N", help="images per rank"
     )
     parser.add_argument(
         "--lr",
-        type=support.positive_float,
+        type=float,
         default=0.1,
         help="learning rate for steps of 256 images; scaled with the images of a step",
     )
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
+    parser.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of SGD")
+    parser.add_argument("--steps", type=int, metavar="N", help="end every epoch after N steps")
     parser.add_argument(
-        "--momentum", type=support.non_negative_float, default=0.9, metavar="M", help="of SGD"
-    )
-    parser.add_argument(
-        "--weight-decay", type=support.non_negative_float, default=1e-4, metavar="W", help="of SGD"
-    )
-    parser.add_argument(
-        "--steps", type=support.positive_int, metavar="N", help="end every epoch after N steps"
-    )
-    parser.add_argument(
-        "-p",
-        "--print-freq",
-        type=support.positive_int,
-        default=10,
-        metavar="N",
-        help="print every N steps",
+        "-p", "--print-freq", type=int, default=10, metavar="N", help="print every N steps"
     )
     support.add_checkpoint_options(parser)
     parser.add_argument("-e", "--evaluate", action="store_true", help="only evaluate")
-    parser.add_argument(
-        "--seed", type=support.seed, default=0, help="of weights, order and augmentation"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation")
     parser.add_argument(
         "--deterministic", action="store_true", help="choose kernels that repeat their bits"
     )
@@ -136,14 +107,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--channels-last", action="store_true", help="memory layout NHWC")
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        type=support.local_rank,
-        default="-1",
-        metavar="R",
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
+    support.add_local_rank(parser)
     args = parser.parse_args(argv)
     if args.opt_level == "O1" and args.keep_batchnorm_fp32 is not None:
         parser.error("--keep-batchnorm-fp32 is for O2 and O3: O1 leaves batch norm in float32")
@@ -151,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def loss_scale(text: str) -> float | str:
-    return text if text == "dynamic" else support.positive_float(text)
+    return text if text == "dynamic" else float(text)
 
 
 def start_job(args: argparse.Namespace) -> Job:
@@ -174,7 +138,7 @@ def build_network(args: argparse.Namespace, num_classes: int) -> nn.Module:
         known = [name for name in list_models() if name.startswith(("resne", "wide_resnet"))]
         build = get_model
     if args.arch not in known:
-        support.refuse(f"there is no network --arch {args.arch}, only {', '.join(known)}.")
+        support.fail(f"there is no network --arch {args.arch}, only {', '.join(known)}.")
     return build(args.arch, num_classes=num_classes)
 
 
@@ -224,11 +188,6 @@ def run(args: argparse.Namespace, job: Job) -> None:
 
     loader = make_loader(data.train, True, args, job)
     val_loader = make_loader(data.val, False, args, job)
-    if len(loader) == 0 and not args.evaluate:
-        support.refuse(
-            f"{len(data.train)} images give {job.world_size} rank(s) no whole batch of "
-            f"{args.batch_size}: lower --batch-size."
-        )
     if args.evaluate:
         report_accuracy(evaluate(model, val_loader, layout, job), "evaluated", job)
         return
@@ -373,24 +332,20 @@ def load_checkpoint(
     """Restore the state of `save_checkpoint`. Returns the trained epochs and the best accuracy."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(args.resume, job.device, settings)
-    with support.restoring(args.resume):
-        model.load_state_dict(state["model"])
-        support.load_optimizer(optimizer, state["optimizer"])
-        amp.load_state_dict(state["amp"])
-        return state["epoch"], state["best"]
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    amp.load_state_dict(state["amp"])
+    return state["epoch"], state["best"]
 
 
 def main() -> None:
     args = parse_args()
     try:
         run(args, start_job(args))
-    except images.DataError as error:
-        # An error in a DataLoader process is raised here with that process's traceback above it.
-        support.refuse(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

@@ -78,59 +78,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
     parser.add_argument(
         "--batch-size",
-        type=support.positive_int,
+        type=int,
         default=64,
         metavar="N",
         help="samples per step over all ranks together",
     )
     parser.add_argument(
         "--test-batch-size",
-        type=support.positive_int,
+        type=int,
         default=1000,
         metavar="N",
         help="samples per forward pass of one rank while testing",
     )
+    parser.add_argument("--epochs", type=int, default=30, metavar="N", help="epochs in all")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of the first epoch")
     parser.add_argument(
-        "--epochs", type=support.positive_int, default=30, metavar="N", help="epochs in all"
+        "--gamma", type=float, default=0.93, help="factor on the learning rate after every epoch"
     )
-    parser.add_argument(
-        "--lr", type=support.positive_float, default=0.1, help="learning rate of the first epoch"
-    )
-    parser.add_argument(
-        "--gamma",
-        type=support.positive_float,
-        default=0.93,
-        help="factor on the learning rate after every epoch",
-    )
-    parser.add_argument(
-        "--momentum",
-        type=support.non_negative_float,
-        default=0.9,
-        metavar="M",
-        help="momentum of SGD",
-    )
-    parser.add_argument(
-        "--seed", type=support.seed, default=1, help="seeds the weights and the shuffling"
-    )
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="momentum of SGD")
+    parser.add_argument("--seed", type=int, default=1, help="seeds the weights and the shuffling")
     parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even with a GPU")
     support.add_checkpoint_options(parser, write="--save")
     parser.add_argument(
-        "--loss-log",
-        type=support.output_file,
-        metavar="FILE",
-        help="write the loss of every step here, as JSON",
+        "--loss-log", type=Path, metavar="FILE", help="write the loss of every step here, as JSON"
     )
     # =====START: ADDED FOR DISTRIBUTED======
-    # torch.distributed.launch passes --local-rank=R (older versions: --local_rank=R), torchrun
-    # and others set LOCAL_RANK.
-    parser.add_argument(
-        "--local-rank",
-        "--local_rank",
-        type=support.local_rank,
-        default="-1",
-        metavar="R",
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
+    # torch.distributed.launch passes it, torchrun and others set LOCAL_RANK.
+    support.add_local_rank(parser)
     # =====END:   ADDED FOR DISTRIBUTED======
     return parser.parse_args(argv)
 
@@ -147,40 +121,22 @@ def start_job(args: argparse.Namespace) -> Job:
         backend = "nccl" if use_cuda else "gloo"
         dist.init_process_group(backend=backend, init_method="env://")
         job = Job(dist.get_rank(), dist.get_world_size(), device, backend)
-        if args.batch_size < job.world_size:
-            support.refuse(
-                f"a global --batch-size of {args.batch_size} leaves some of the "
-                f"{job.world_size} ranks without samples: raise it to {job.world_size} or more."
-            )
     # =====END:   ADDED FOR DISTRIBUTED======
     return job
 
 
 def load_data(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
     """The training and the test split, whole, on this rank's device."""
-    splits = load_mnist(args, job) if args.dataset == "mnist" else load_digits()
+    splits = load_mnist(args, job) if args.dataset == "mnist" else support.split_digits()
     train, test = (Split(images.to(job.device), labels.to(job.device)) for images, labels in splits)
     return train, test
-
-
-def load_digits() -> tuple[Split, Split]:
-    """1,437 training and 360 test images; the split is stratified by digit and always the same."""
-    images, labels = support.digits()
-    from sklearn.model_selection import train_test_split
-
-    kept, held_out = train_test_split(
-        range(len(labels)), test_size=360, random_state=0, stratify=labels
-    )
-    return Split(images[kept], labels[kept]), Split(images[held_out], labels[held_out])
 
 
 def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
     """60,000 training and 10,000 test images, normalized by the training set's mean and
     deviation."""
-    try:
-        from torchvision.datasets import MNIST
-    except ImportError:
-        support.fail("--dataset mnist needs torchvision: run `pip install torchvision`.")
+    from torchvision.datasets import MNIST
+
     if args.download:
         downloads = True
         # =====START: ADDED FOR DISTRIBUTED======
@@ -188,23 +144,14 @@ def load_mnist(args: argparse.Namespace, job: Job) -> tuple[Split, Split]:
         downloads = args.local_rank == 0
         # =====END:   ADDED FOR DISTRIBUTED======
         if downloads:
-            try:
-                MNIST(args.data_dir, download=True)
-            except (OSError, RuntimeError) as error:
-                support.fail(f"cannot fetch MNIST into {args.data_dir}: {error}.")
+            MNIST(args.data_dir, download=True)
         # =====START: ADDED FOR DISTRIBUTED======
         if job.backend != "none":
             dist.barrier()
         # =====END:   ADDED FOR DISTRIBUTED======
     splits = []
     for train in (True, False):
-        try:
-            mnist = MNIST(args.data_dir, train=train)
-        except RuntimeError:
-            support.refuse(
-                f"MNIST is not in {args.data_dir}: run again with --download, or name its folder "
-                "with --data-dir."
-            )
+        mnist = MNIST(args.data_dir, train=train)
         images = (mnist.data.unsqueeze(1).to(torch.float32) / 255 - 0.1307) / 0.3081
         splits.append(Split(images, mnist.targets))
     return splits[0], splits[1]
@@ -311,11 +258,7 @@ def count_correct(model: nn.Module, test: Split, args: argparse.Namespace, job: 
 
 
 def save_checkpoint(
-    path: Path,
-    net: Net,
-    optimizer: torch.optim.Optimizer,
-    args: argparse.Namespace,
-    epoch: int,
+    path: Path, net: Net, optimizer: torch.optim.Optimizer, args: argparse.Namespace, epoch: int
 ) -> None:
     """Write the state after `epoch`."""
     state = {
@@ -337,9 +280,8 @@ def load_checkpoint(
     """Restore the state of `save_checkpoint`. Returns the number of trained epochs."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(path, device, settings)
-    with support.restoring(path):
-        net.load_state_dict(state["model"])
-        support.load_optimizer(optimizer, state["optimizer"])
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]
 
 
@@ -403,7 +345,7 @@ def run(args: argparse.Namespace, job: Job) -> None:
     if job.rank == 0:
         if args.loss_log is not None:
             log = {"world_size": job.world_size, "epochs_before": done, "losses": losses}
-            support.write_file(args.loss_log, json.dumps(log).encode())
+            args.loss_log.write_text(json.dumps(log))
         samples = (args.epochs - done) * len(train.labels) if losses else 0
         speed = f"{samples / seconds:.0f} samples/s" if losses else "nothing left to train"
         print(
@@ -425,4 +367,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

@@ -27,14 +27,8 @@ import example_support as support
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        default="-1",
-        type=support.local_rank,
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
-    parser.add_argument("--epochs", default=10, type=support.positive_int, help="default: 10")
+    support.add_local_rank(parser)
+    parser.add_argument("--epochs", default=10, type=int, help="default: 10")
     parser.add_argument(
         "--opt-level",
         default="O1",
@@ -96,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

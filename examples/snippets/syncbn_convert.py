@@ -38,17 +38,9 @@ def build_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", default=3, type=support.positive_int, help="default: 3")
-    parser.add_argument(
-        "--batch-size", default=8, type=support.positive_int, help="samples per rank; default: 8"
-    )
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        default="-1",
-        type=support.local_rank,
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
+    parser.add_argument("--epochs", default=3, type=int, help="default: 3")
+    parser.add_argument("--batch-size", default=8, type=int, help="samples per rank; default: 8")
+    support.add_local_rank(parser)
     args = parser.parse_args()
 
     support.launch_alone_unless_launched()
@@ -88,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

@@ -24,16 +24,8 @@ import example_support as support
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--steps", default=20, type=support.positive_int, help="batches to normalize; default: 20"
-    )
-    parser.add_argument(
-        "--local_rank",
-        "--local-rank",
-        default="-1",
-        type=support.local_rank,
-        help="index of this process on its machine; -1: LOCAL_RANK, which launchers set, or 0",
-    )
+    parser.add_argument("--steps", default=20, type=int, help="batches to normalize; default: 20")
+    support.add_local_rank(parser)
     args = parser.parse_args()
 
     support.launch_alone_unless_launched()
@@ -79,4 +71,4 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

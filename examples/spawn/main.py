@@ -24,7 +24,6 @@ import random
 import sys
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -57,11 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--world-size",
-        type=support.positive_int,
-        default=1,
-        metavar="N",
-        help="machines of the job",
+        "--world-size", type=int, default=1, metavar="N", help="machines of the job"
     )
     parser.add_argument(
         "--rank",
@@ -85,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--processes",
-        type=support.positive_int,
+        type=int,
         metavar="N",
         help="processes on each machine; by default as many as its GPUs serve, or 1 without a GPU",
     )
@@ -97,9 +92,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "see; one machine alone needs none",
     )
     parser.add_argument(
-        "--dist-backend",
-        choices=("gloo", "nccl"),
-        help="by default nccl on GPUs, gloo on the CPU",
+        "--dist-backend", choices=("gloo", "nccl"), help="by default nccl on GPUs, gloo on the CPU"
     )
     parser.add_argument(
         "--model-parallel",
@@ -107,32 +100,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="put the first half of the model on one GPU and the second on another; each process "
         "uses two GPUs. Without GPUs, both halves are on the CPU",
     )
-    parser.add_argument(
-        "--epochs", type=support.positive_int, default=10, metavar="N", help="in all"
-    )
+    parser.add_argument("--epochs", type=int, default=10, metavar="N", help="in all")
     parser.add_argument(
         "-b",
         "--batch-size",
-        type=support.positive_int,
+        type=int,
         default=64,
         metavar="N",
         help="samples per step of this machine, divided among its processes",
     )
-    parser.add_argument("--lr", type=support.positive_float, default=0.05, help="learning rate")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="of SGD")
     parser.add_argument(
-        "--momentum", type=support.non_negative_float, default=0.9, metavar="M", help="of SGD"
-    )
-    parser.add_argument(
-        "-j",
-        "--workers",
-        type=support.non_negative_int,
-        default=0,
-        metavar="N",
-        help="loader processes of this machine",
+        "-j", "--workers", type=int, default=0, metavar="N", help="loader processes of this machine"
     )
     parser.add_argument(
         "--seed",
-        type=support.seed,
+        type=int,
         help="seed everything and use deterministic kernels only, which are slower on GPUs; "
         "without it, each run differs",
     )
@@ -142,41 +126,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rank == -1:
         from_environment = {"env://": ("RANK", "NODE_RANK")}.get(args.dist_url, ("NODE_RANK",))
         name = next((n for n in from_environment if n in os.environ), None)
-        rank = os.environ[name] if name else "0"
-        if not rank.isdecimal():
-            parser.error(f"{name} is {rank!r} in the environment, which is no number: correct it")
-        args.rank = int(rank)
+        args.rank = int(os.environ[name]) if name else 0
     if args.gpu is not None:
-        for option in ("multiprocessing_distributed", "processes", "model_parallel"):
-            if getattr(args, option):
-                parser.error(f"--gpu is for one process: leave out --{option.replace('_', '-')}")
         args.processes = 1
     if not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank} is not one of {args.world_size} machines")
     if args.world_size > 1 and args.dist_url is None:
         parser.error("several machines need to know where to meet: give --dist-url")
-    if args.dist_url is not None:
-        refuse_url(parser, args.dist_url)
     return args
-
-
-def refuse_url(parser: argparse.ArgumentParser, text: str) -> None:
-    """Refuse an address that cannot work, as a usage error."""
-    if text == "env://":
-        lacking = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
-        if lacking:
-            parser.error(f"--dist-url env:// needs {' and '.join(lacking)} in the environment")
-        support.refuse_bad_address(processes=2)
-        return
-    try:
-        url = urlsplit(text)
-        known = (url.scheme == "file" and url.path not in ("", "/")) or (
-            url.scheme == "tcp" and url.hostname and url.port
-        )
-    except ValueError:  # an invalid port
-        known = False
-    if not known:
-        parser.error(f"--dist-url {text} is none of tcp://HOST:PORT, env:// and file:///PATH")
 
 
 class Net(nn.Module):
@@ -203,20 +160,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.features(x.to(self.stages[0], non_blocking=True))
         return self.classifier(x.to(self.stages[1], non_blocking=True))
-
-
-def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 training and 360 test images [1, 8, 8] in 0..1; the split is always the same."""
-    images, labels = support.digits()
-    from sklearn.model_selection import train_test_split
-
-    kept, held_out = train_test_split(
-        range(len(labels)), test_size=360, random_state=0, stratify=labels
-    )
-    return (
-        TensorDataset(images[kept], labels[kept]),
-        TensorDataset(images[held_out], labels[held_out]),
-    )
 
 
 def seed_everything(seed: int) -> None:
@@ -252,7 +195,6 @@ def take_place(local_rank: int, args: argparse.Namespace) -> Place:
     return Place(rank, world_size, stages)
 
 
-@support.child_process
 def main_worker(local_rank: int, args: argparse.Namespace) -> None:
     """The function that each process runs. `mp.spawn` passes the first argument."""
     if not args.gpus:
@@ -267,7 +209,7 @@ def main_worker(local_rank: int, args: argparse.Namespace) -> None:
 
 
 def train(place: Place, args: argparse.Namespace) -> None:
-    train_set, test_set = load_digits()
+    train_set, test_set = (TensorDataset(*split) for split in support.split_digits())
     net = Net(place.stages)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum)
     done = 0
@@ -362,9 +304,8 @@ def load_checkpoint(
     """Restore the state of `save_checkpoint`. Returns the number of trained epochs."""
     settings = {name: getattr(args, name) for name in RESUMED_SETTINGS}
     state = support.read_checkpoint(args.resume, place.stages[0], settings)
-    with support.restoring(args.resume):
-        net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
-        support.load_optimizer(optimizer, state["optimizer"])
+    net.load_state_dict(state["state_dict"])  # copies to each parameter's own device
+    optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]
 
 
@@ -381,26 +322,13 @@ def complete(args: argparse.Namespace) -> None:
     address."""
     args.gpus = 0 if args.no_cuda else torch.cuda.device_count()
     per_process = 2 if args.model_parallel else 1
-    if args.gpu is not None and not args.no_cuda and not 0 <= args.gpu < args.gpus:
-        support.refuse(
-            f"this machine has {args.gpus} GPU(s) and no GPU {args.gpu}: pass another "
-            "--gpu, or --no-cuda to train on the CPU."
-        )
     if args.gpus and args.gpus < per_process * (args.processes or 1):
-        support.refuse(
+        support.fail(
             f"{args.processes or 1} process(es) with {per_process} GPU(s) each do not fit "
             f"this machine's {args.gpus}: start fewer, or pass --no-cuda."
         )
-    if args.dist_backend == "nccl" and not args.gpus:
-        support.refuse("--dist-backend nccl is for GPUs, and none is used: leave it out.")
     if args.processes is None:
         args.processes = max(1, args.gpus // per_process)
-    if args.batch_size < args.processes:
-        support.refuse(
-            f"a --batch-size of {args.batch_size} leaves some of the {args.processes} "
-            f"processes without samples: raise it to {args.processes} or more."
-        )
-    support.digits()  # if scikit-learn is missing, this process reports it
 
 
 def main() -> None:
@@ -418,4 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

@@ -30,18 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
     parser.add_argument(
-        "--images",
-        type=support.positive_int,
-        metavar="N",
-        help="train on the first N images only; default: all",
+        "--images", type=int, metavar="N", help="train on the first N images only; default: all"
     )
 
 
 def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
     """Images [N, 1, 28, 28] float32 in 0..1, and labels [N] int64, on the CPU.
 
-    Call it once, in the process that the user starts. Then the download happens once, and missing
-    data ends the script with one sentence before other processes start.
+    Call it once, in the process that the user starts. Then the download happens once.
 
     Args:
         args: with the options that ``add_arguments`` adds.
@@ -53,7 +49,7 @@ def training_set(args: argparse.Namespace, say: bool) -> TensorDataset:
     if data == "mnist":
         dataset = _mnist(args, args.download)
         if dataset is None:
-            support.refuse(
+            support.fail(
                 f"MNIST is not in {args.data_dir}, or torchvision is not installed: run "
                 "`pip install torchvision` and start with --download, or use --data digits."
             )

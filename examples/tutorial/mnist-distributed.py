@@ -20,28 +20,14 @@ from mnist import ConvNet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-n", "--nodes", default=1, type=int, metavar="N", help="machines")
     parser.add_argument(
-        "-n", "--nodes", default=1, type=support.positive_int, metavar="N", help="machines"
+        "-g", "--gpus", default=1, type=int, help="GPUs per machine; without GPUs, processes"
     )
-    parser.add_argument(
-        "-g",
-        "--gpus",
-        default=1,
-        type=support.positive_int,
-        help="GPUs per machine; without GPUs, processes",
-    )
-    parser.add_argument(
-        "-nr", "--nr", default=0, type=support.non_negative_int, help="rank of this machine, from 0"
-    )
-    parser.add_argument(
-        "--epochs", default=2, type=support.positive_int, metavar="N", help="epochs; default: 2"
-    )
-    parser.add_argument(
-        "--batch-size", default=100, type=support.positive_int, help="per process; default: 100"
-    )
-    parser.add_argument(
-        "--lr", default=0.01, type=support.positive_float, help="learning rate; default: 0.01"
-    )
+    parser.add_argument("-nr", "--nr", default=0, type=int, help="rank of this machine, from 0")
+    parser.add_argument("--epochs", default=2, type=int, metavar="N", help="epochs; default: 2")
+    parser.add_argument("--batch-size", default=100, type=int, help="per process; default: 100")
+    parser.add_argument("--lr", default=0.01, type=float, help="learning rate; default: 0.01")
     digits.add_arguments(parser)
     args = parser.parse_args()
     if torch.cuda.is_available() and args.gpus > torch.cuda.device_count():
@@ -53,12 +39,10 @@ def main() -> None:
     args.world_size = args.gpus * args.nodes
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "8888")
-    support.refuse_bad_address(args.world_size)
     mp.spawn(train, nprocs=args.gpus, args=(args, train_dataset))
     #########################################################
 
 
-@support.child_process
 def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Dataset) -> None:
     torch.manual_seed(0)
     use_cuda = torch.cuda.is_available()
@@ -134,4 +118,4 @@ def train(gpu: int, args: argparse.Namespace, train_dataset: torch.utils.data.Da
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

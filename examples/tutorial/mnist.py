@@ -39,20 +39,12 @@ class ConvNet(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "-n", "--nodes", default=1, type=support.positive_int, metavar="N", help="not used yet"
-    )
-    parser.add_argument("-g", "--gpus", default=1, type=support.positive_int, help="not used yet")
-    parser.add_argument(
-        "-nr", "--nr", default=0, type=support.non_negative_int, help="not used yet"
-    )
-    parser.add_argument(
-        "--epochs", default=2, type=support.positive_int, metavar="N", help="epochs; default: 2"
-    )
-    parser.add_argument("--batch-size", default=100, type=support.positive_int, help="default: 100")
-    parser.add_argument(
-        "--lr", default=0.01, type=support.positive_float, help="learning rate; default: 0.01"
-    )
+    parser.add_argument("-n", "--nodes", default=1, type=int, metavar="N", help="not used yet")
+    parser.add_argument("-g", "--gpus", default=1, type=int, help="not used yet")
+    parser.add_argument("-nr", "--nr", default=0, type=int, help="not used yet")
+    parser.add_argument("--epochs", default=2, type=int, metavar="N", help="epochs; default: 2")
+    parser.add_argument("--batch-size", default=100, type=int, help="default: 100")
+    parser.add_argument("--lr", default=0.01, type=float, help="learning rate; default: 0.01")
     digits.add_arguments(parser)
     args = parser.parse_args()
     train(0, args)
@@ -68,10 +60,7 @@ def train(gpu: int, args: argparse.Namespace) -> None:
 
     train_dataset = digits.training_set(args, say=True)
     train_loader = torch.utils.data.DataLoader(
-        train_dataset,
-        batch_size=args.batch_size,
-        shuffle=True,
-        pin_memory=use_cuda,
+        train_dataset, batch_size=args.batch_size, shuffle=True, pin_memory=use_cuda
     )
 
     start = datetime.now()
@@ -91,4 +80,4 @@ def train(gpu: int, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    support.run(main)
+    main()

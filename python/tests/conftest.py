@@ -41,24 +41,20 @@ QUICK = (
 
 #: The slowest files, which start first, so that no worker is alone with one of them at the end.
 SLOWEST = (
-    "test_examples_scripts",
+    "test_examples",
     "test_sharded_optimizer",
     "test_ddp_gradients",
     "test_amp_sequences",
     "test_static_analysis",
-    "test_examples_mnist",
     "test_ddp_compile",
     "test_multiproc",
     "test_campaign",
-    "test_package_examples",
-    "test_package_wheel",
     "test_ddp_skip",
     "test_sync_batch_norm",
     "test_host_backend",
     "test_amp_accumulation",
     "test_ddp_checkpointing",
     "test_overlapped_optimizer",
-    "test_package_finder",
     "test_several_hosts",
     "test_ddp_several",
 )

@@ -5,7 +5,7 @@ A block is one of three kinds. A whole program has a ``main``. Declarations are 
 and blocks of the same section may use them. Anything else is a fragment, the body of a function,
 which may use the declarations in ``cpp/tests/docs/given.h``. Pages whose blocks are parts of
 compiled sources are excluded, because other tests check these: ``extending.md``
-(test_docs_snippets), the tutorial (test_examples_tutorial).
+(test_docs_snippets).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from package_support import ROOT
 
 INCLUDE = ROOT / "cpp" / "include"
-COMPARED = ("extending.md", "tutorial.md")
+COMPARED = ("extending.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADERS = sorted(INCLUDE.rglob("*.h"))
 TORCH = Path(torch.__file__).parent / "include"
