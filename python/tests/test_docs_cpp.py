@@ -3,9 +3,7 @@
 
 A block is one of three kinds. A whole program has a ``main``. Declarations are at namespace scope,
 and blocks of the same section may use them. Anything else is a fragment, the body of a function,
-which may use the declarations in ``cpp/tests/docs/given.h``. Pages whose blocks are parts of
-compiled sources are excluded, because other tests check these: ``extending.md``
-(test_docs_snippets).
+which may use the declarations in ``cpp/tests/docs/given.h``.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import torch
 from package_support import ROOT
 
 INCLUDE = ROOT / "cpp" / "include"
-COMPARED = ("extending.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADERS = sorted(INCLUDE.rglob("*.h"))
 TORCH = Path(torch.__file__).parent / "include"
@@ -68,9 +65,8 @@ def blocks_of_header(header: Path) -> list[Block]:
 
 
 def all_blocks() -> list[Block]:
-    pages = [page for page in PAGES if page.name not in COMPARED]
     return [
-        *(block for page in pages for block in blocks_of_page(page)),
+        *(block for page in PAGES for block in blocks_of_page(page)),
         *(block for header in HEADERS for block in blocks_of_header(header)),
     ]
 

@@ -131,15 +131,3 @@ def test_docs_paths_of_examples_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"`((?:examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()):
             assert (ROOT / path).exists(), f"{page}: there is no {path}"
-
-
-def test_docs_code_from_sources_is_theirs() -> None:
-    """A block below `<!-- FILE -->` is a part of FILE, which the tests compile and run."""
-    text = (DOCS / "extending.md").read_text()
-    found = re.findall(r"^<!-- (\S+) -->\n```cpp\n(.*?)^```$", text, re.M | re.S)
-    assert len(found) == text.count("```cpp") >= 5
-    for file, code in found:
-        source = re.sub(r"^ +", "", (DOCS.parent / file).read_text(), flags=re.M)
-        assert re.sub(r"^ +", "", code, flags=re.M) in source, f"not in {file}:\n{code}"
-    for target in re.findall(r"\]\((\.\./[^)]*)\)", text):
-        assert (DOCS / target).is_file(), target

@@ -154,10 +154,10 @@ def test_wheel_with_another_libtorch_refused_with_both_versions(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_path: Path) -> None:
-    """README contains the program. Its project file is the quickstart's."""
-    readme, quickstart = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
+    """README contains the program. Its project file is the C++ guide's."""
+    readme, guide = (ROOT / "README.md").read_text(), (ROOT / "docs/cpp.md").read_text()
     (program,) = re.findall(r"^```cpp\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    (project,) = re.findall(r"^```cmake\n(.*?)^```$", quickstart, re.DOTALL | re.MULTILINE)
+    (project,) = re.findall(r"^```cmake\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     (tmp_path / "train.cpp").write_text(program)
     (tmp_path / "CMakeLists.txt").write_text(project)
     build = str(tmp_path / "build")
