@@ -113,7 +113,7 @@ torch::Device start_job() {
 }
 
 /// DISTRIBUTED: this rank's part of the rows of `x`; the parts of all ranks are `x`.
-torch::Tensor slice(const torch::Tensor& x) {
+torch::Tensor part_of(const torch::Tensor& x) {
   return x.tensor_split(dist::world_size())[static_cast<size_t>(dist::rank())];
 }
 
@@ -128,7 +128,7 @@ double accuracy(DistributedDataParallel<Net>& model, const Split& test, const Ar
   const torch::NoGradGuard no_grad;
   model.eval();
   const auto guard = autocast(args, test.images.device());
-  const auto right = model.forward(slice(test.images)).argmax(1) == slice(test.labels);
+  const auto right = model.forward(part_of(test.images)).argmax(1) == part_of(test.labels);
   auto count = right.sum().to(torch::kFloat64);
   dist::all_reduce(count);  // DISTRIBUTED
   return count.item<double>() / test.labels.size(0);
@@ -145,7 +145,7 @@ double train_epoch(DistributedDataParallel<Net>& model, torch::optim::SGD& optim
   const auto order = torch::randperm(count, generator, torch::kInt64).to(train.labels.device());
   auto total = torch::zeros({1}, torch::dtype(torch::kFloat64).device(order.device()));
   for (const auto& batch : order.split(args.batch_size)) {
-    const auto samples = slice(batch);  // DISTRIBUTED
+    const auto samples = part_of(batch);  // DISTRIBUTED
     optimizer.zero_grad();
     torch::Tensor output;
     {
