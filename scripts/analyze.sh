@@ -57,21 +57,9 @@ if [ "$install" = yes ]; then
   python3 -m pip install --quiet --requirement "$here/analysis-requirements.txt" || exit 1
 fi
 
-# unversioned PATTERN...: as files, for an unpacked archive instead of a checkout.
-unversioned() {
-  local file pattern
-  find . \( -path ./build -o -path './.venv*' \) -prune -o -type f -print | while read -r file; do
-    file=${file#./}
-    for pattern in "$@"; do
-      # shellcheck disable=SC2254 # a pattern is meant
-      case $file in $pattern) echo "$file" ;; esac
-    done
-  done
-}
-
 # files PATTERN...: print the matching files of the repository, committed or new, one per line.
 files() {
-  { git ls-files --cached --others --exclude-standard -- "$@" 2>/dev/null || unversioned "$@"; } | while read -r file; do
+  git ls-files --cached --others --exclude-standard -- "$@" | while read -r file; do
     if [ -f "$file" ]; then echo "$file"; fi
   done
 }

@@ -40,7 +40,7 @@ if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(
     echo "that failed; CMake will fetch GoogleTest instead"
 fi
 
-apex_ensure_venv "$venv" "pytest>=8" "pytest-xdist>=3.8" expecttest scikit-learn tqdm pillow matplotlib || exit 1
+apex_ensure_venv "$venv" "pytest>=8" "pytest-xdist>=3.8" expecttest scikit-learn tqdm || exit 1
 apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requirements.txt" ||
   echo "that failed; tests of what could not be installed are skipped"
 build=$(apex_build_folder "$venv") || exit 1

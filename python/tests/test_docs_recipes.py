@@ -7,10 +7,7 @@ the parameters equal those that one process gets from all samples in float64. Co
 
 from __future__ import annotations
 
-import csv
 import re
-import sys
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,30 +26,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 RECIPES = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 
 
-class Board:
-    """What the recipes call of TensorBoard's writer, where TensorBoard is not installed."""
-
-    def __init__(self, folder: str) -> None:
-        self.file = open(f"{folder}.txt", "w")
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.file.write(f"{name} {step} {value!r}\n")
-
-    def close(self) -> None:
-        self.file.close()
-
-
 def _run(code: str, rank: int, folder: str) -> dict[str, Any]:
     """Run a recipe in this rank's group, with its files in `folder`. Returns its variables."""
     names: dict[str, Any] = {}
     torch.manual_seed(100 + rank)
-    code = re.sub(r'"(best\.pt|log\.csv|runs)', rf'"{folder}/\1', code)
-    board = types.ModuleType("torch.utils.tensorboard")
-    board.SummaryWriter = Board  # type: ignore[attr-defined]
+    code = re.sub(r'"(best\.pt)', rf'"{folder}/\1', code)
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
-        mock.patch.dict(sys.modules, {board.__name__: board}),
     ):
         exec(compile(code, str(PAGE), "exec"), names)
     return names
@@ -119,51 +100,6 @@ def _counts_all(rank: int, world: int, code: str) -> None:
 
 def test_evaluation_recipe_counts_every_sample_once(ranks: RankPool) -> None:
     ranks.run(2, _counts_all, RECIPES["Evaluate on all ranks"])
-
-
-def _logs(rank: int, world: int, code: str, folder: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        _run(code, rank, folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _logged(world: int) -> list[tuple[int, float, float]]:
-    """What one process logs that has the samples of all ranks."""
-    draws = []
-    for seed in range(world):
-        torch.manual_seed(100 + seed)
-        net = nn.Linear(10, 1, dtype=torch.float64)
-        draws.append([torch.randn(8, 10, dtype=torch.float64) for _ in range(20)])
-        if seed == 0:
-            model = net
-    rows, losses = [], []
-    for step, parts in enumerate(zip(*draws, strict=True), 1):
-        loss = model(torch.cat(parts)).square().mean()
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        losses.append(loss.item())
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.data -= 0.1 * gradient
-        if step % 10 == 0:
-            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-            rows.append((step, sum(losses[-10:]) / 10, norm))
-    return rows
-
-
-def test_logging_recipe_logs_the_loss_and_norm_of_the_whole_batch(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    ranks.run(2, _logs, RECIPES["Log to TensorBoard and to a CSV file"], str(tmp_path))
-    with open(tmp_path / "log.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    expected = _logged(2)
-    board = (tmp_path / "runs.txt").read_text().splitlines()
-    for row, (step, loss, norm) in zip(table, expected, strict=True):
-        assert int(row["step"]) == step
-        assert float(row["loss"]) == pytest.approx(loss, rel=1e-12)
-        assert float(row["norm"]) == pytest.approx(norm, rel=1e-12)
-        assert f"loss {step} {row['loss']}" in board and f"norm {step} {row['norm']}" in board
 
 
 def test_recipes_are_found() -> None:

@@ -56,8 +56,6 @@ def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
     imported = r"^(?:import|from) (accelerate|lightning)\b"
     if client := re.search(imported, code, re.M):
         pytest.skip(f"needs the package {client[1]}")
-    if "torch.utils.tensorboard" in code:
-        pytest.importorskip("tensorboard")
     port = free_port()
     script = tmp_path / "block.py"
     alone = code.startswith(STANDALONE) or "init_process_group(" in code
