@@ -50,13 +50,18 @@ AREAS = (
         ),
         without=("*_cuda.cpp", "*_no_cuda.cpp"),
     ),
+    Area("watch and transport", 30, ("cpp/src/watch/*.cpp", "cpp/src/transport/*.cpp")),
+    Area("optimizers, checkpoints", 20, ("cpp/src/optim/*.cpp", "cpp/src/checkpoint/*.cpp")),
+    Area("process groups", 10, ("cpp/src/distributed/*.cpp",)),
     Area("amp, C++", 10, ("cpp/src/amp/*.cpp",)),
+    Area("wrapper, Python", 30, ("python/apex/parallel/*.py", "python/apex/optimizers/*.py")),
     Area("amp, Python", 35, ("python/apex/amp/*.py",)),
 )
 
 #: The executables of cpp/tests that run, fastest first.
 CPP_TESTS = (
     "apex_kernel_tests",
+    "apex_hosts_tests",
     "apex_fake_device_tests",
     "apex_emulated_cuda_tests",
     "apex_unit_tests",
