@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .sync_batchnorm import SyncBatchNorm, name_layers
 from .syncbn_group import create_syncbn_process_group, group_name_of
@@ -28,9 +29,6 @@ _PLAIN = (
     torch.nn.SyncBatchNorm,
     _BatchNorm,
 )
-# Names that a subclass may define without changing the behavior of batch norm.
-_HARMLESS = {"__init__", "extra_repr", "__repr__", "__str__", "__annotate__", "__annotate_func__",
-             "__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"}  # fmt: skip
 
 
 class _BatchNormAnyRank(_BatchNorm):
@@ -40,9 +38,6 @@ class _BatchNormAnyRank(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-
-_KNOWN = {base for kind in (*_PLAIN, SyncBatchNorm, _BatchNormAnyRank) for base in kind.__mro__}
 
 
 def convert_syncbn_model(
@@ -65,33 +60,29 @@ def convert_syncbn_model(
         channel_last: given to every converted module: the inputs are ``[N, *, C]``.
 
     Two kinds are not converted, so their statistics stay local to each rank, and a UserWarning
-    names them. The first is a batch norm whose class or mixin has its own behavior, which would be
-    lost (timm's ``BatchNormAct2d``). Replace it manually. The second is a scripted or traced batch
-    norm. Convert before tracing; a SyncBatchNorm cannot be scripted.
+    names them. The first is a batch norm of a derived class, whose behavior would be lost (timm's
+    ``BatchNormAct2d``). Replace it manually. The second is a scripted or traced batch norm. Convert
+    before tracing; a SyncBatchNorm cannot be scripted.
 
     Raises:
-        TypeError: for a batch norm with behavior set on the module (``forward``); the error names
+        TypeError: for a batch norm whose ``forward`` was replaced on the module; the error names
             its place in the model. Also for a lazy batch norm that has not seen its first input,
             and for a compiled one.
         ValueError: if this rank is not a member of the process group.
             In all cases, nothing has been changed.
     """
-    left = _with_own_class(module)
+    _refuse("convert_syncbn_model", module, _is_plain)
     for name, child in module.named_modules():
-        if _is_plain(child) and id(child) not in left:
-            _refuse_lazy(name, child)
-            _refuse_own_behaviour("convert_syncbn_model", name, child)
-        _refuse_compiled("convert_syncbn_model", name, child, _is_plain)
-    made = _make(
-        module,
-        lambda m: _is_plain(m) and id(m) not in left,
-        lambda m: _to_sync(m, process_group, channel_last),
-    )
+        if isinstance(child, _BatchNorm) and isinstance(child, LazyModuleMixin):
+            raise TypeError(
+                f"convert_syncbn_model: {_place(name)} is a {type(child).__name__} that does not "
+                "know its number of channels yet; run one batch through the model first."
+            )
+    made = _make(module, _is_plain, lambda m: _to_sync(m, process_group, channel_last))
     synchronized = [child for child in module.modules() if _is_synchronized(child)]
     if synchronized:
         group_name_of(process_group)
-    _warn_of_own_classes(left)
-    _warn_of_scripted(module)
+    _warn_of_others(module)
     # From here on, no error is raised.
     for child in synchronized:
         if process_group is not None:
@@ -106,18 +97,18 @@ def revert_syncbn_model(module: Module) -> Module:
     """The inverse of :func:`convert_syncbn_model`: plain batch norms again.
 
     A converted module gets its original class back. A module that was constructed as a
-    SyncBatchNorm becomes a batch norm for ``[N, C, *]`` of any number of dimensions.
+    SyncBatchNorm becomes a batch norm for ``[N, C, *]`` of any number of dimensions. Modules of
+    derived classes stay.
 
     Raises:
         ValueError: for a module that fuses a ReLU, or was constructed with ``channel_last``. Plain
             batch norm has neither.
-        TypeError: for a SyncBatchNorm with its own behavior, or a compiled one. In all cases,
-            nothing has been changed.
+        TypeError: for a SyncBatchNorm whose ``forward`` was replaced, or a compiled one. In all
+            cases, nothing has been changed.
     """
+    _refuse("revert_syncbn_model", module, _is_exact)
     for name, child in module.named_modules():
-        _refuse_compiled("revert_syncbn_model", name, child, _is_synchronized)
-        if _is_synchronized(child):
-            _refuse_own_behaviour("revert_syncbn_model", name, child)
+        if _is_exact(child):
             if child.fuse_relu:
                 raise ValueError(
                     f"revert_syncbn_model: {_place(name)} fuses a ReLU, which plain batch norm "
@@ -129,7 +120,7 @@ def revert_syncbn_model(module: Module) -> Module:
                     "(channel_last=True), which plain batch norm does not support; convert that "
                     "part of the model manually."
                 )
-    return _exchange(module, _make(module, _is_synchronized, _to_plain))
+    return _exchange(module, _make(module, _is_exact, _to_plain))
 
 
 def _place(name: str) -> str:
@@ -140,105 +131,52 @@ def _is_synchronized(module: Module) -> TypeGuard[SyncBatchNorm]:
     return isinstance(module, SyncBatchNorm)
 
 
+def _is_exact(module: Module) -> TypeGuard[SyncBatchNorm]:
+    return type(module) is SyncBatchNorm
+
+
 def _is_plain(module: Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+    return type(module) in (*_PLAIN, _BatchNormAnyRank)
 
 
-def _is_lazy(module: Module) -> bool:
-    return isinstance(module, torch.nn.modules.lazy.LazyModuleMixin)
+def _refuse(caller: str, module: Module, applies: Callable[[Module], bool]) -> None:
+    """Raise TypeError for a batch norm that code outside of the model would still call."""
+    for name, child in module.named_modules():
+        # the module that torch.compile(module) wraps
+        inner = dict(child.named_children()).get("_orig_mod")
+        in_place = applies(child) and child._compiled_call_impl is not None
+        if in_place or (inner is not None and applies(inner)):
+            raise TypeError(
+                f"{caller}: {_place(name)} is compiled, and would still call the old batch norm "
+                "after conversion. Convert first and compile afterwards."
+            )
+        if applies(child) and "forward" in vars(child):
+            raise TypeError(
+                f"{caller}: forward of {_place(name)} was replaced on the module itself, and would "
+                "still call the old module after conversion. Convert first and replace it "
+                "afterwards."
+            )
 
 
-def _refuse_lazy(name: str, module: Module) -> None:
-    if _is_lazy(module):
-        raise TypeError(
-            f"convert_syncbn_model: {_place(name)} is a {type(module).__name__} that does not know "
-            "its number of channels yet; run one batch through the model first."
-        )
-
-
-def _refuse_own_behaviour(caller: str, name: str, module: Module) -> None:
-    kind = type(module)
-    of_class, of_module = _own_behaviour(module)
-    if of_class:
-        raise TypeError(
-            f"{caller}: {_place(name)} is a {kind.__module__}.{kind.__qualname__}, which defines "
-            f"{', '.join(of_class)}, and conversion would lose this. Replace it manually, or by a "
-            "plain torch.nn.BatchNorm."
-        )
-    if of_module:
-        raise TypeError(
-            f"{caller}: {', '.join(of_module)} of {_place(name)} was replaced on the module "
-            "itself, and would still call the old module after conversion. Convert first and "
-            "replace it afterwards."
-        )
-
-
-def _refuse_compiled(
-    caller: str, name: str, module: Module, applies: Callable[[Module], bool]
-) -> None:
-    # the module that torch.compile(module) wraps
-    inner = dict(module.named_children()).get("_orig_mod")
-    in_place = applies(module) and module._compiled_call_impl is not None
-    if in_place or (inner is not None and applies(inner)):
-        raise TypeError(
-            f"{caller}: {_place(name)} is compiled, and would still call the old batch norm after "
-            "conversion. Convert first and compile afterwards."
-        )
-
-
-def _own_behaviour(module: Module) -> tuple[list[str], list[str]]:
-    """Names that the class of ``module`` or its bases define in addition to torch's own classes,
-    and methods that were replaced on the module itself."""
-    kind = type(module)
-    of_class = {
-        name
-        for base in kind.__mro__
-        if base not in _KNOWN and base.__module__ not in ("abc", "typing")
-        for name, value in vars(base).items()
-        if callable(value) or hasattr(value, "__get__")
-    }
-    of_module = {name for name in vars(module) if callable(getattr(kind, name, None))}
-    return sorted(of_class - _HARMLESS), sorted(of_module - _HARMLESS)
-
-
-def _with_own_class(module: Module) -> dict[int, tuple[str, Module]]:
-    """By id, name and module of the batch norms whose class has its own behavior."""
-    return {
-        id(child): (name, child)
-        for name, child in module.named_modules()
-        if _is_plain(child) and not _is_lazy(child) and _own_behaviour(child)[0]
-    }
-
-
-def _warn_of_own_classes(left: dict[int, tuple[str, Module]]) -> None:
-    by_class: dict[type[Module], list[str]] = {}
-    for name, child in left.values():
-        by_class.setdefault(type(child), []).append(name)
-    for kind, names in by_class.items():
-        example = next(child for _, child in left.values() if type(child) is kind)
-        shown = ", ".join(f"'{name}'" for name in names[:3])
-        if len(names) > 3:
-            shown += f" and {len(names) - 3} more"
-        place = "the module" if names == [""] else f"module{'s' * (len(names) > 1)} {shown}"
+def _warn_of_others(module: Module) -> None:
+    """Name the batch norms that are not converted, once for each class."""
+    kinds = {kind.__name__ for kind in _PLAIN}
+    by_class: dict[str, list[str]] = {}
+    for name, child in module.named_modules():
+        kind = type(child)
+        if isinstance(child, torch.jit.ScriptModule) and child.original_name in kinds:
+            by_class.setdefault(f"a scripted {child.original_name}", []).append(name)
+        elif isinstance(child, _BatchNorm) and not (_is_plain(child) or _is_synchronized(child)):
+            by_class.setdefault(f"{kind.__module__}.{kind.__qualname__}", []).append(name)
+    for what, names in by_class.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"convert_syncbn_model: {place} ({kind.__module__}.{kind.__qualname__}) was not "
-            "converted, and its statistics stay per rank, because its class defines "
-            f"{', '.join(_own_behaviour(example)[0])}, which conversion would lose. Replace it "
-            "manually, for example by a SyncBatchNorm and the rest of what the class does.",
+            f"convert_syncbn_model: {_place(names[0])}{more} ({what}) was not converted, and its "
+            "statistics stay per rank. Replace a batch norm of a derived class manually, and "
+            "convert the model before torch.jit.trace (torch.jit.script does not take "
+            "SyncBatchNorm).",
             stacklevel=3,
         )
-
-
-def _warn_of_scripted(module: Module) -> None:
-    kinds = {kind.__name__ for kind in _PLAIN}
-    for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule) and child.original_name in kinds:
-            warnings.warn(
-                f"convert_syncbn_model: {_place(name)} is a scripted {child.original_name}. It "
-                "cannot be converted, and its statistics stay per rank; convert the model before "
-                "torch.jit.trace (torch.jit.script does not take SyncBatchNorm).",
-                stacklevel=3,
-            )
 
 
 def _make(
