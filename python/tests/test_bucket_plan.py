@@ -86,12 +86,6 @@ def _refuses(rank: int, world: int) -> None:
         except ValueError as caught:
             error = caught
         check(error is not None and text in str(error), f"{text}: {error}")
-    error = None
-    try:
-        DistributedDataParallel(ddp.module, message_size="auto")
-    except ValueError as caught:
-        error = caught
-    check(error is not None and "was removed" in str(error), f"{error}")
 
 
 @pytest.mark.processes

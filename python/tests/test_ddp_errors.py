@@ -207,7 +207,7 @@ FOREIGN = nn.Parameter(torch.zeros(2))
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("zero", {"message_size": 0}, ValueError, "message_size must be positive, got 0"),
     ("negative", {"message_size": -1}, ValueError, "message_size must be positive, got -1"),
-    ("float", {"message_size": 1.5}, TypeError, "got float"),
+    ("nan", {"message_size": float("nan")}, ValueError, "message_size must be positive, got nan"),
     ("text", {"message_size": "10"}, TypeError, "got str"),
     ("bool", {"message_size": True}, TypeError, "got bool"),
     ("cap_zero", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
@@ -289,7 +289,8 @@ def _one_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"message_size": 2**70}, {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
+    {"message_size": 2**70}, {"message_size": 1e9}, {"message_size": float("inf")},
+    {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
     {"init_sync": 1, "check_reduction": 0, "registered_buffers": 0},
 ], ids=str)  # fmt: skip
 def test_huge_sizes_and_switches_of_old_scripts_are_taken(

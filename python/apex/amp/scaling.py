@@ -70,7 +70,7 @@ def scale_loss(
         loss: a floating-point scalar.
         optimizers: the optimizer, or list of optimizers, whose parameters get gradients from this
             loss. :class:`~apex.parallel.LARC.LARC` and optimizers created after ``initialize`` are
-            accepted.
+            accepted. With an empty list the loss is scaled, and nothing else is done.
         loss_id: which of ``num_losses`` scalers to use.
         model: ignored; kept for old scripts.
         delay_unscale: leave the gradients scaled, for a later context without it. Until then,
@@ -95,8 +95,10 @@ def scale_loss(
             "amp.scale_loss was called before amp.initialize; call amp.initialize first."
         )
     stashes = _stashes(optimizers)
-    if not stashes:  # initialized with enabled=False
-        yield loss
+    if not stashes:  # initialized with enabled=False, or for a script that unscales itself
+        alone = isinstance(optimizers, (list, tuple)) and not optimizers
+        scalers = _amp_state.latest_scalers if alone and _amp_state.opt_properties.enabled else []
+        yield scalers[loss_id].scale(loss) if scalers else loss
         return
     scaler = _scaler(stashes[0], loss_id)
     entered = False

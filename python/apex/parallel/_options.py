@@ -108,20 +108,16 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def positive_message_size(message_size: Any) -> int:
-    if message_size == "auto":
-        raise ValueError(
-            'message_size="auto" was removed, because it found no faster bucket size than the '
-            "default on any measured link: remove the argument."
-        )
-    if isinstance(message_size, bool) or not isinstance(message_size, int):
+    """The option ``message_size``. Old scripts also pass ``1e9`` and ``float("inf")``."""
+    if isinstance(message_size, bool) or not isinstance(message_size, numbers.Real):
         raise TypeError(
-            f"message_size is a number of elements (int), got {type(message_size).__name__}; pass "
+            f"message_size is a number of elements, got {type(message_size).__name__}; pass "
             "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel by "
             "keyword."
         )
-    if message_size <= 0:
+    if not message_size > 0:
         raise ValueError(f"message_size must be positive, got {message_size}.")
-    return min(message_size, sys.maxsize)
+    return max(1, int(min(message_size, sys.maxsize)))
 
 
 def _check_mebibytes(name: str, value: Any) -> None:
