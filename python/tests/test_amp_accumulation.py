@@ -197,24 +197,6 @@ def test_context_that_raises_leaves_the_gradients_of_earlier_ones(
         assert torch.equal(mine, want)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1-bf16", "O3", "O3-bf16"])
-def test_context_that_raises_at_a_scale_of_one_is_as_without_amp(level: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    _backward(model, optimizer)
-    once = _grads(optimizer)
-    with (
-        pytest.raises(KeyError),
-        amp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer) as scaled,
-    ):
-        scaled.backward()
-        raise KeyError
-    for mine, want in zip(_grads(optimizer), once, strict=True):
-        assert torch.equal(mine, 2 * want)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_context_inside_one_of_the_same_optimizer_is_refused(level: str) -> None:
     model, optimizer = _prepared(level)
@@ -248,45 +230,11 @@ def test_parameter_in_two_optimizers_is_unscaled_once(level: str, times: int) ->
             assert torch.equal(grad, torch.full_like(grad, 2.0 * times))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_one_rank_loses_no_digits_of_float32(level: str) -> None:
-    model, optimizer = _prepared(level)
-    want = [torch.zeros(p.shape) for p in model.parameters()]
-    for step in range(20):
-        x = torch.full((1, 3), 1.0 + step / 7).half()
-        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        want[0] += x.float()
-        want[1] += 1
-    for mine, expected in zip(_grads(optimizer), want, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
-
-
 def _two_models(level: str) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
     models = [nn.Linear(5, 2) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     return amp.initialize(models, optimizers, opt_level=level, verbosity=0)
-
-
-@pytest.mark.usefixtures("fresh_amp")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_overflow_in_the_inner_of_two_contexts_leaves_the_outer_its_scale(level: str) -> None:
-    """With one scaler, the scale changes when the outermost context has unscaled."""
-    models, (one, two) = _two_models(level)
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    reference = nn.Linear(5, 2)
-    reference.load_state_dict({k: v.float() for k, v in models[0].state_dict().items()})
-    reference(x).square().mean().backward()
-    first = models[0](x).float().square().mean()
-    second = models[1](x).float().square().mean() * float("inf")
-    with amp.scale_loss(first, one) as a, amp.scale_loss(second, two) as b:
-        a.backward()
-        b.backward()
-    for got, expected in zip(amp.master_params(one), reference.parameters(), strict=True):
-        assert expected.grad is not None
-        torch.testing.assert_close(got.grad.float(), expected.grad, rtol=2e-2, atol=2e-3)
-    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15  # halved once
 
 
 def _defers(rank: int, world: int) -> None:
@@ -342,36 +290,6 @@ def test_zero_grad_after_an_overflow_leaves_the_next_step(level: str) -> None:
     optimizer.step()
     after = list(amp.master_params(optimizer))
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.usefixtures("fresh_amp")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_zero_grad_after_a_deferred_overflow_is_of_that_optimizer_alone(level: str) -> None:
-    """Both overflow. The optimizer whose gradients are cleared steps, the other one does not."""
-    models, optimizers = _two_models(level)
-    x = torch.randn(4, 5)
-
-    def backward(index: int, factor: float, **options: bool) -> None:
-        loss = models[index](x).float().square().mean() * factor
-        with amp.scale_loss(loss, optimizers[index], **options) as scaled:
-            scaled.backward()
-
-    def step(index: int) -> bool:
-        before = [param.clone() for param in amp.master_params(optimizers[index])]
-        optimizers[index].step()
-        after = list(amp.master_params(optimizers[index]))
-        return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-    backward(0, float("inf"), delay_overflow_check=True)
-    optimizers[0].zero_grad()
-    backward(0, 0.01)
-    assert step(0), "what was cleared counts"
-
-    for index in (0, 1):
-        optimizers[index].zero_grad()
-        backward(index, float("inf"), delay_overflow_check=True)
-    optimizers[0].zero_grad()
-    assert not step(1), "what was not cleared is forgotten"
 
 
 @pytest.mark.usefixtures("fresh_amp")

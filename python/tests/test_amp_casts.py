@@ -13,7 +13,7 @@ from amp_support import DEVICES, fresh_amp  # noqa: F401
 from torch import nn
 
 from apex import amp
-from apex.amp import _amp_state, patch
+from apex.amp import _amp_state
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -305,38 +305,6 @@ def test_o1_packed_sequence_runs_in_half(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_o1_attention_module_runs_in_half(device: str) -> None:
-    start(device)
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).to(device)
-    x = torch.rand(2, 3, 8, device=device, requires_grad=True)
-    output, _ = attention(x, x, x)
-    assert output.dtype == torch.float16
-    output.float().sum().backward()
-    assert attention.in_proj_weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("low", DTYPES, ids=str)
-def test_o1_adaptive_softmax_trains_and_predicts(low: torch.dtype, device: str) -> None:
-    x = torch.randn(12, 8, device=device)
-    target = torch.arange(12, device=device)
-    net = nn.Linear(8, 16).to(device)
-    softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 12, [4, 8]).to(device)
-    wanted = copy.deepcopy(softmax).double()(net(x).double(), target)
-    wanted.loss.backward()
-    gradient = net.weight.grad
-    net.weight.grad = None
-    start(device, low)
-    found = softmax(net(x), target)
-    found.loss.float().backward()
-    limit = {torch.float16: 5e-3, torch.bfloat16: 5e-2}[low]
-    torch.testing.assert_close(found.output.double(), wanted.output, rtol=limit, atol=limit)
-    torch.testing.assert_close(net.weight.grad, gradient, rtol=limit, atol=limit)
-    assert softmax.log_prob(net(x)).shape == (12, 12)
-    assert softmax.predict(net(x)).dtype == torch.int64
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_o1_function_newer_than_the_lists_follows_autocast(device: str) -> None:
     start(device)
     x = matrix(device)
@@ -523,50 +491,6 @@ def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: floa
     assert linear(torch.ones(1, 1)).dtype == torch.float16
     with torch.autocast("cpu"):
         assert linear(torch.ones(1, 1)).dtype == torch.float16
-
-
-def test_o1_call_with_plain_arguments_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = []
-    cast_low = patch._cast_low
-
-    def counted(*args: object) -> object:
-        slow.append(args)
-        return cast_low(*args)
-
-    monkeypatch.setattr(patch, "_cast_low", counted)
-    start("cpu")
-    x = matrix("cpu")
-    assert F.linear(x, x).dtype == F.linear(x, x, None).dtype == torch.float16
-    assert not slow
-    assert F.linear(input=x, weight=x).dtype == torch.float16
-    assert len(slow) == 1
-
-
-class OfAClass:
-    @staticmethod
-    def static(x: torch.Tensor) -> torch.dtype:
-        return x.dtype
-
-    @classmethod
-    def of_class(cls, x: torch.Tensor) -> tuple[type, torch.dtype]:
-        return cls, x.dtype
-
-
-class Derived(OfAClass):
-    pass
-
-
-def test_static_and_class_methods_registered_stay_so() -> None:
-    before = dict(vars(OfAClass))
-    amp.register_half_function(OfAClass, "static")
-    amp.register_half_function(OfAClass, "of_class")
-    handle = start("cpu")
-    x = matrix("cpu")
-    assert OfAClass.static(x) == OfAClass().static(x) == torch.float16
-    for kind in (OfAClass, Derived):
-        assert kind.of_class(x) == kind().of_class(x) == (kind, torch.float16)
-    handle._deactivate()
-    assert dict(vars(OfAClass)) == before
 
 
 class Scripted(nn.Module):

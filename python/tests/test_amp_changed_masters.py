@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -166,77 +165,6 @@ def test_changed_masters_reach_the_model_and_stay(
         assert torch.equal(state[name], master)
 
 
-@pytest.mark.parametrize("trained", [0, 2])
-@pytest.mark.parametrize("write", WRITES[:2])
-@pytest.mark.parametrize("level", MASTERS)
-def test_changed_masters_that_the_model_does_not_have_are_refused_in_copies_too(
-    level: str, write: Callable[[Tensor], None], trained: int
-) -> None:
-    model, optimizer = _trained(level, trained)
-    list(amp.master_params(optimizer))
-    optimizer.zero_grad()
-    write(optimizer.param_groups[0]["params"][0])
-    for pair in ((model, optimizer), copy.deepcopy((model, optimizer))):
-        with pytest.raises(RuntimeError, match="master weights of SGD were changed"):
-            _backward(*pair, 5)
-        pair[1]._master_params_to_model_params()
-        _backward(*pair, 5)
-        pair[1].step()
-
-
-@pytest.mark.parametrize("trained", [0, 2])
-@pytest.mark.parametrize("level", MASTERS)
-def test_masters_changed_between_scale_loss_and_step_count(level: str, trained: int) -> None:
-    """For example a manual weight decay. The step copies it to the model."""
-    model, optimizer = _trained(level, trained)
-    _backward(model, optimizer, 5)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = [m.detach().clone() for m in amp.master_params(optimizer)]
-    for master in amp.master_params(optimizer):
-        _add(master)
-    optimizer.step()
-    for master, param, old in zip(
-        amp.master_params(optimizer), model.parameters(), before, strict=True
-    ):
-        assert torch.equal(master, old + 0.25)
-        assert torch.equal(param, master.to(param.dtype))
-    _backward(model, optimizer, 6)
-
-
-@pytest.mark.parametrize("trained", [0, 2])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("level", MASTERS)
-def test_state_loaded_after_masters_were_changed_counts(
-    level: str, write: Callable[[Tensor], None], trained: int
-) -> None:
-    model, optimizer = _trained(level, trained)
-    optimizer.zero_grad()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for master in optimizer.param_groups[0]["params"]:
-        write(master)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    optimizer.param_groups[0]["lr"] = 0.0
-    _backward(model, optimizer, 5)
-    optimizer.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, saved[0][name]), name
-
-
-@pytest.mark.parametrize("level", MASTERS)
-def test_parameter_written_after_a_load_does_not_bring_an_older_master_back(level: str) -> None:
-    model, optimizer = _make(level)
-    optimizer.zero_grad()  # creates the master weights
-    rounded = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(rounded[name])  # the values from before the load round to this
-    for name, master in zip(rounded, amp.master_params(optimizer), strict=True):
-        assert torch.equal(master, rounded[name].float()), name
-
-
 def _refused_by_rank(rank: int, world: int) -> None:
     model, optimizer = _make("O2")
     _backward(model, optimizer, 0)
@@ -249,43 +177,3 @@ def _refused_by_rank(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_changed_masters_error_names_the_rank() -> None:
     run_ranks(2, _refused_by_rank)
-
-
-def test_skipped_first_step_leaves_a_model_that_was_changed() -> None:
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 3)).float().mean() * float("inf"), optimizer) as loss:
-        loss.backward()
-    with torch.no_grad():
-        model.weight.fill_(0.25)
-    optimizer.step()
-    assert torch.equal(model.weight, torch.full((3, 3), 0.25, dtype=torch.float16))
-    assert torch.equal(next(amp.master_params(optimizer)), torch.full((3, 3), 0.25))
-
-
-@pytest.mark.parametrize("level", MASTERS)
-def test_parameter_frozen_between_scale_loss_and_step_is_stepped(level: str) -> None:
-    """As in torch, which steps every parameter with a gradient. The model gets its master's
-    value."""
-    results = []
-    for freezes in (False, True):
-        model, optimizer = _trained(level, 2)
-        _backward(model, optimizer, 5)
-        for param in model.parameters():
-            param.requires_grad_(not freezes)
-        optimizer.step()
-        results.append([param.detach().clone() for param in model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("level", MASTERS)
-def test_zero_grad_clears_what_was_frozen_since_its_backward(level: str) -> None:
-    """As in torch. Otherwise the gradient would count in the backward after unfreezing."""
-    model, optimizer = _trained(level, 2)
-    _backward(model, optimizer, 5)
-    for param in model.parameters():
-        assert param.grad is not None
-        param.requires_grad_(False)
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())

@@ -173,21 +173,6 @@ def test_deep_copy_of_a_model_or_a_part_of_it_keeps_float32_values(trained: int)
     assert pickled.state_dict()["0.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_masters_of_parameters_added_later_keep_the_precision_of_before_the_cast(
-    dtype: torch.dtype,
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).to(dtype)
-    exact = [p.detach().float().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.0)
-    model, optimizer = initialize(model, optimizer, "O2")
-    train(model, optimizer, range(1))
-    optimizer.add_param_group({"params": model[1].parameters()})
-    for master, value in zip(amp.master_params(optimizer), exact, strict=True):
-        assert torch.equal(master, value)
-
-
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("level", ["O2", "O2-bf16"])
 def test_pickled_model_keeps_float32_values(level: str, trained: int) -> None:
@@ -215,29 +200,6 @@ def test_pickled_model_keeps_float32_values(level: str, trained: int) -> None:
     assert torch.equal(pickled.state_dict()["0.weight"], pickled[0].weight.float())
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
-def test_values_loaded_into_a_frozen_parameter_count_when_it_is_unfrozen(
-    level: str, order: str
-) -> None:
-    model, optimizer = initialize(*build(0, "sgd"), level)
-    train(model, optimizer, range(3))
-    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    model, optimizer = build(1, "sgd")
-    model[0].weight.requires_grad_(False)
-    model, optimizer = initialize(model, optimizer, level)
-    for part in (model, optimizer) if order == "model first" else (optimizer, model):
-        part.load_state_dict(saved["model" if part is model else "optimizer"])
-    train(model, optimizer, range(3, 5))
-    assert torch.equal(model.state_dict()["0.weight"], saved["model"]["0.weight"])
-    model[0].weight.requires_grad_(True)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, range(5, 6))
-    master = next(amp.master_params(optimizer))
-    assert master.dtype == torch.float32 and torch.equal(master, saved["model"]["0.weight"])
-
-
 @pytest.mark.parametrize("level", ["O2", "O3-bf16"])
 def test_assigning_a_float32_state_to_a_cast_model_is_refused(level: str) -> None:
     model, optimizer = initialize(*build(0, "sgd"), level)
@@ -252,63 +214,3 @@ def test_assigning_a_float32_state_to_a_cast_model_is_refused(level: str) -> Non
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name]), name
     model.load_state_dict(values)
-
-
-class Images(nn.Module):
-    """At O1 its output is float16, so its plain mean would be a float16 loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.randn(1))
-        self.convolution, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(torch.relu(self.convolution(self.factor * x)))
-
-
-@pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.parametrize("initialize_first", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_model_restored_beside_the_first_without_amps_state_trains_on_as_that(
-    level: str, initialize_first: bool, losses: int
-) -> None:
-    """As in NVIDIA's test of restoring: the scalers of the second model are new, and stay so.
-
-    So no step may be skipped only because of the first scale, 2^16.
-    """
-
-    def make() -> tuple[nn.Module, Any]:
-        model = Images()
-        return model, torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def with_amp(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        return amp.initialize(model, optimizer, opt_level=level, num_losses=2 * losses, verbosity=0)
-
-    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, ids: range) -> torch.Tensor:
-        optimizer.zero_grad()
-        output = model(x)
-        for loss_id in ids:
-            with amp.scale_loss(output.mean(), optimizer, loss_id=loss_id) as scaled:
-                scaled.backward(retain_graph=True)
-        optimizer.step()
-        return output.detach()
-
-    model, optimizer = with_amp(*make())
-    other: nn.Module | None = None
-    for number in range(6):
-        x = torch.randn(8, 3, 12, 12)
-        output = step(model, optimizer, x, range(losses))
-        if number == 0 and level in ("O1", "O2"):
-            state = amp.state_dict()["loss_scaler0"]
-            assert state == {"loss_scale": 65536.0, "unskipped": 1}
-        if number == 2:
-            saved = through_file([model.state_dict(), optimizer.state_dict()])
-            other, its = with_amp(*make()) if initialize_first else make()
-            other.load_state_dict(saved[0])
-            its.load_state_dict(saved[1])
-            if not initialize_first:
-                other, its = with_amp(other, its)
-        elif other is not None:
-            assert torch.equal(output, step(other, its, x, range(losses, 2 * losses)))
-            for name, value in model.state_dict().items():
-                assert torch.equal(value, other.state_dict()[name]), name

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 from apex import amp
 from apex.amp import _amp_state
-from apex.amp._master_weights import MASTER_WEIGHTS
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
 
@@ -379,18 +378,3 @@ def _fully_shard_follows(rank: int, world: int) -> None:
 
 def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused() -> None:
     run_ranks(2, _fully_shard_follows)
-
-
-def _saves_changed_model(rank: int, world: int) -> None:
-    model, optimizer = build("O2")
-    with amp.scale_loss(model(torch.ones(2, 3)).float().mean(), optimizer) as scaled:
-        scaled.backward()  # creates the masters
-    optimizer.zero_grad()
-    with torch.no_grad():
-        model.weight.fill_(0.25)
-    masters = optimizer.state_dict()[MASTER_WEIGHTS]
-    assert torch.equal(masters[0], torch.full((3, 3), 0.25)), masters
-
-
-def test_saved_masters_follow_a_model_that_was_changed() -> None:
-    run_ranks(2, _saves_changed_model)

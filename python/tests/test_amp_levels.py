@@ -6,20 +6,17 @@ from __future__ import annotations
 import collections
 import collections.abc
 import copy
-import dataclasses
 import io
 import types
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import amp
-from apex.amp import _amp_state, _full_values
+from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
@@ -349,26 +346,6 @@ def test_initialize_accepts_larc() -> None:
     assert returned == (model, optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_initialize_scheduler_made_before_it_goes_on_without_warnings(level: str) -> None:
-    model = net()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for overflow in (True, False):
-            with amp.scale_loss(model(torch.rand(3, 4)).float().mean(), optimizer) as scaled:
-                scaled.backward()
-                if overflow:
-                    model[0].weight.grad[0, 0] = float("inf")
-            optimizer.step()
-            scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.025
-
-
 def test_initialize_existing_optimizer_state_follows_the_parameters() -> None:
     for level, expected in (("O2", F32), ("O3", HALF)):
         model = net()
@@ -428,164 +405,6 @@ def test_initialize_casts_recurrent_modules_and_batch_norm_by_level(level: str) 
     assert model[0].weight.dtype == model[0].running_mean.dtype == (HALF if level == "O3" else F32)
     assert {p.dtype for p in model[1].parameters()} == {low}
     assert model[2].running_mean.dtype == low
-
-
-class Records(list):
-    """A list with additional attributes."""
-
-    note = ""
-
-
-class Fields(dict):
-    def __getattr__(self, name: str) -> object:
-        return self[name]
-
-
-class Sealed(collections.abc.Mapping):
-    """A read-only mapping."""
-
-    def __init__(self, **items: object) -> None:
-        self._items = items
-
-    def __getitem__(self, key: str) -> object:
-        return self._items[key]
-
-    def __iter__(self) -> object:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class Couple(tuple):
-    pass
-
-
-@dataclasses.dataclass
-class Registered:
-    x: torch.Tensor
-    name: str
-
-
-torch.utils._pytree.register_dataclass(Registered)
-
-
-def records(x: torch.Tensor) -> Records:
-    value = Records([x, 1])
-    value.note = "kept"
-    return value
-
-
-@dataclasses.dataclass
-class Plain:
-    x: torch.Tensor
-    note: str = ""
-    made: int = dataclasses.field(init=False)
-    unset: torch.Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.made = 1 + getattr(self, "made", 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: torch.Tensor
-    parts: tuple
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slots:
-    parts: list
-
-
-@dataclasses.dataclass
-class Movable:
-    x: torch.Tensor
-    moved: bool = False
-
-    def to(self, dtype: torch.dtype) -> Movable:
-        return Movable(self.x.to(dtype), True)
-
-
-CONTAINERS = {
-    "list subclass": (records, lambda v: v[0] if v.note == "kept" and v[1] == 1 else None),
-    "dict subclass": (lambda x: Fields(x=x, n=2), lambda v: v.x if v.n == 2 else None),
-    "defaultdict": (
-        lambda x: collections.defaultdict(list, x=x),
-        lambda v: v["x"] if v["new"] == [] else None,
-    ),
-    "OrderedDict": (lambda x: collections.OrderedDict(x=x), lambda v: v["x"]),
-    "UserDict": (lambda x: collections.UserDict(x=x), lambda v: v["x"]),
-    "UserList": (lambda x: collections.UserList([x]), lambda v: v[0]),
-    "ChainMap": (lambda x: collections.ChainMap({}, {"x": x}), lambda v: v["x"]),
-    "mappingproxy": (lambda x: types.MappingProxyType({"x": x}), lambda v: v["x"]),
-    "deque": (
-        lambda x: collections.deque([1, x], maxlen=2),
-        lambda v: v[1] if v.maxlen == 2 else None,
-    ),
-    "tuple subclass": (lambda x: Couple((x, 3)), lambda v: v[0]),
-    "named tuple": (lambda x: Pair(x, "y"), lambda v: v.x),
-    "torch.return_types": (lambda x: torch.max(x, 1), lambda v: v.values),
-    "registered dataclass": (lambda x: Registered(x, "n"), lambda v: v.x),
-    "PackedSequence": (
-        lambda x: nn.utils.rnn.pack_sequence([x, x[:1]]),
-        lambda v: v.data,
-    ),
-    "dataclass": (lambda x: Plain(x, note="n"), lambda v: v.x if v.made == 1 else None),
-    "frozen dataclass": (lambda x: Frozen(x, (Plain(x),)), lambda v: v.parts[0].x),
-    "dataclass with slots": (lambda x: Slots([x]), lambda v: v.parts[0]),
-    "dataclass in a dictionary": (lambda x: {"k": [Frozen(x, ())]}, lambda v: v["k"][0].x),
-    "nested": (
-        lambda x: [collections.deque([{"k": (Fields(x=x),)}])],
-        lambda v: v[0][0]["k"][0].x,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_cast_model_casts_inside_containers_and_keeps_their_class(name: str) -> None:
-    make, tensor_of = CONTAINERS[name]
-
-    class Echo(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, value: object) -> object:
-            self.seen = value
-            return value
-
-    model = amp.initialize(Echo(), opt_level="O2", verbosity=0)
-    given = make(torch.rand(2, 3))
-    returned = model(given)
-    assert type(model.seen) is type(given) is type(returned)
-    assert tensor_of(model.seen).dtype == HALF and tensor_of(returned).dtype == F32
-    assert tensor_of(given).dtype == F32, "the caller's container was written to"
-
-
-def test_cast_model_containers_without_floating_tensors_are_passed_as_they_are() -> None:
-    model = amp.initialize(Mixed(), opt_level="O2", verbosity=0)
-    given = ([torch.arange(2), "text"], torch.Size([1, 2]), collections.deque([None]), Fields())
-    model(torch.ones(2), *given)
-    assert all(seen is value for seen, value in zip(model.seen[0][1:], given, strict=True))
-    model(torch.ones(2), Plain, Movable(torch.ones(2)))
-    assert model.seen[0][1] is Plain and model.seen[0][2].moved
-    assert model.seen[0][2].x.dtype == HALF
-    sealed = Sealed(x=torch.ones(2))
-    model(torch.ones(2), sealed)
-    assert model.seen[0][1]["x"].dtype == HALF
-
-
-@pytest.mark.parametrize("name", ["list subclass", "deque", "UserDict", "torch.return_types"])
-def test_o1_functions_cast_inside_containers_and_keep_their_class(name: str) -> None:
-    make, tensor_of = CONTAINERS[name]
-    seen = []
-    module = types.SimpleNamespace(f=lambda value: seen.append(value))
-    amp.register_half_function(module, "f")
-    amp.init(device_types=("cpu",))
-    given = make(torch.rand(2, 3))
-    module.f(value=given)
-    assert type(seen[0]) is type(given) and tensor_of(seen[0]).dtype == HALF
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -651,37 +470,3 @@ def test_initialize_disabled_ends_the_casts_of_an_earlier_one() -> None:
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
     amp.initialize(net(), enabled=False)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == F32
-
-
-def test_registered_functions_are_cast_after_a_second_initialize() -> None:
-    seen = []
-
-    def note(x: torch.Tensor) -> None:
-        seen.append(x.dtype)
-
-    module = types.SimpleNamespace(f=note, g=note)
-    amp.register_half_function(module, "f")
-    for _ in range(2):  # a generator and a discriminator, for example
-        amp.initialize(net(), opt_level="O1", verbosity=0)
-        module.f(torch.ones(1))
-    amp.register_half_function(module, "g")
-    amp.initialize(net(), opt_level="O1", verbosity=0)
-    module.f(torch.ones(1))
-    module.g(torch.ones(1))
-    assert seen == [HALF] * 4
-    amp._amp_state.handle._deactivate()
-    module.f(torch.ones(1))
-    assert seen[-1] == F32
-
-
-@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
-def test_float32_values_of_a_model_without_optimizer_take_no_device_memory(level: str) -> None:
-    with FakeTensorMode():
-        model, other = (nn.LayerNorm(3, device="cuda") for _ in range(2))
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        amp.initialize([model, other], optimizer, opt_level=level, verbosity=0)
-        kept = [_full_values.record_of(part.weight).remembered for part in (model, other)]
-        # The hook alone, because torch without CUDA cannot copy the values.
-        _full_values._load_full(model, {"weight": torch.zeros(3, device="cuda")}, "")
-        kept.append(_full_values.record_of(model.weight).remembered)
-    assert [value.device.type for value in kept] == ["cpu", "cuda", "cpu"]

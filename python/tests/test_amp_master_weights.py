@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, forget_amp, raises
+from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp, raises
 from torch import Tensor, nn
 
 from apex import amp
 from apex.fp16_utils import FP16_Optimizer
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer, Reducer
+from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel.distributed import flat_dist_call
-from apex.parallel.LARC import LARC
 
 pytestmark = pytest.mark.processes
 
@@ -130,46 +129,6 @@ def test_initialize_after_wrapping_averages_gradients_or_is_refused(ranks: RankP
     ranks.run(2, _initialized_after_wrapping)
 
 
-def _optimizers_around(rank: int, world: int) -> None:
-    for kind in ("larc before", "larc after", "overlapped"):
-        model, optimizer = _build(
-            rank, "O2", (lambda p: LARC(_sgd(p))) if kind == "larc before" else _sgd
-        )
-        ddp = DistributedDataParallel(model)
-        if kind == "larc after":
-            optimizer = LARC(optimizer)
-        elif kind == "overlapped":
-            optimizer = OverlappedOptimizer(optimizer, ddp)
-        _train(ddp, optimizer, rank, range(6))
-        if kind == "overlapped":
-            optimizer.synchronize()
-        _check_ranks(model, optimizer, kind)
-
-
-def test_master_weights_optimizer_wrappers_seed_per_rank_are_the_same(ranks: RankPool) -> None:
-    ranks.run(2, _optimizers_around)
-
-
-def _averaged(rank: int, world: int) -> None:
-    model, optimizer = _build(rank, "O2")
-    ddp = DistributedDataParallel(model)
-    average = copy.deepcopy(model)
-    by_state = {name: value.clone() for name, value in _parameters_of(model).items()}
-    for step in range(4):
-        _train(ddp, optimizer, rank, range(step, step + 1))
-        with torch.no_grad():
-            for mine, new in zip(average.parameters(), model.parameters(), strict=True):
-                mine.lerp_(new.to(mine.dtype), 0.3)
-            for name, new in _parameters_of(model).items():
-                by_state[name].lerp_(new, 0.3)
-    check_same_on_all_ranks([p.detach() for p in average.parameters()], "average of parameters")
-    check_same_on_all_ranks(list(by_state.values()), "average of state dicts")
-
-
-def test_master_weights_averaged_models_seed_per_rank_are_the_same(ranks: RankPool) -> None:
-    ranks.run(2, _averaged)
-
-
 def _fp16_optimizer(rank: int, world: int) -> None:
     for way in ("apex", "torch", "broadcast"):
         torch.manual_seed(rank)
@@ -245,23 +204,6 @@ def test_model_loaded_on_rank_0_and_sent_is_the_same_on_every_rank(ranks: RankPo
     ranks.run(2, _loaded_on_rank_0)
 
 
-def _loaded_everywhere_after_training(rank: int, world: int) -> None:
-    model, optimizer = _build(rank, "O2")
-    ddp = DistributedDataParallel(model)
-    _train(ddp, optimizer, rank, range(2))
-    other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    model.load_state_dict(other)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    _train(ddp, optimizer, rank, range(2, 3))
-    check(not model[0].weight.any(), "the masters of before came back")
-    check_same_on_all_ranks([p.detach() for p in model.parameters()], "parameters")
-
-
-def test_model_loaded_on_every_rank_after_training_counts(ranks: RankPool) -> None:
-    ranks.run(2, _loaded_everywhere_after_training)
-
-
 def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
     try:
         torch.manual_seed(0)
@@ -279,37 +221,3 @@ def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
         check_equal(next(amp.master_params(optimizer)).detach(), expected, "what was written")
     finally:
         forget_amp()
-
-
-def _restored_by_hand(rank: int, world: int) -> None:
-    """A checkpoint of an old script, which writes ``.data`` of ``amp.master_params`` without a
-    version change. Reference: the saved bits, and a step from there."""
-    for early in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3)
-        saved = [param.detach().clone() for param in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0
-        )
-        wrapped = DistributedDataParallel(model) if early else model
-        optimizer._lazy_init_maybe_master_weights()
-        optimizer._amp_stash.lazy_init_called = True
-        for param, value in zip(amp.master_params(optimizer), saved, strict=True):
-            param.data.copy_(value)
-        if not early:
-            wrapped = DistributedDataParallel(model)
-        for steps in range(3):
-            optimizer.zero_grad()
-            loss = wrapped(torch.full((1, 4), rank + 1.0)).float().sum()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            mean = (world + 1) / 2
-            for param, value in zip(amp.master_params(optimizer), saved, strict=True):
-                value -= mean if value.dim() == 2 else 1.0
-                check_equal(param.detach(), value, f"early={early}, step {steps}")
-
-
-def test_masters_restored_by_hand_keep_their_digits_on_several_ranks(ranks: RankPool) -> None:
-    ranks.run(2, _restored_by_hand)

@@ -45,43 +45,6 @@ def test_optimizer_made_after_initialize_resumes_bit_for_bit(name: str, order: s
         assert torch.equal(value, model.state_dict()[key]), key
 
 
-def test_loading_leaves_optimizers_of_other_models_alone() -> None:
-    make("sgd")
-    for dtype in (torch.float32, torch.bfloat16):
-        model = nn.Linear(3, 2).to(dtype)
-        optimizer = torch.optim.Adam(model.parameters())
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert not hasattr(optimizer, "_amp_stash")
-        assert optimizer.param_groups[0]["params"][0] is model.weight
-
-
-def test_parameter_unfrozen_before_a_load_keeps_a_float32_state() -> None:
-    model, optimizer = initialize(*build(0, "adam"), "O2")
-    train(model, optimizer, range(3))
-    saved = through_file(optimizer.state_dict())
-    model, optimizer = build(1, "adam")
-    model[0].weight.requires_grad_(False)
-    model, optimizer = initialize(model, optimizer, "O2")
-    train(model, optimizer, range(1))
-    model[0].weight.requires_grad_(True)
-    optimizer.load_state_dict(saved)
-    moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
-    assert torch.equal(moment, saved["state"][0]["exp_avg_sq"])
-
-
-def test_new_optimizer_of_parameters_frozen_at_initialize_loads_a_float32_state() -> None:
-    model, _ = build(0, "adam")
-    model = amp.initialize(model.requires_grad_(False), opt_level="O2", verbosity=0)
-    optimizer = OPTIMIZERS["adam"](model.requires_grad_(True).parameters())
-    fresh = OPTIMIZERS["adam"](build(0, "adam")[0].parameters())
-    for param in fresh.param_groups[0]["params"]:
-        param.grad = torch.full_like(param, 1e-5)
-    fresh.step()
-    optimizer.load_state_dict(fresh.state_dict())
-    for value in optimizer.state_dict()["state"].values():
-        assert value["exp_avg_sq"].dtype == torch.float32 and value["exp_avg_sq"].all()
-
-
 def through_pickle(pair: Any) -> Any:
     return pickle.loads(pickle.dumps(pair))
 
@@ -115,36 +78,5 @@ def test_unpickled_pair_trains_bit_for_bit_as_the_original(
         assert torch.equal(value, start[key]), f"the original's steps changed {key} of the loaded"
     amp.load_state_dict(scalers)
     assert train(other, other_optimizer, range(3, 8), overflow_at=5) == expected
-    for key, value in other.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key]), key
-
-
-def test_unpickled_optimizer_loads_a_state_before_it_trains() -> None:
-    model, optimizer = initialize(*build(0, "adam"), "O2")
-    train(model, optimizer, range(3))
-    other, other_optimizer = through_pickle((model, optimizer))
-    state = through_pickle(optimizer.state_dict())
-    other_optimizer.load_state_dict(state)
-    scalers = amp.state_dict()
-    expected = train(model, optimizer, range(3, 6))
-    amp.load_state_dict(scalers)
-    assert train(other, other_optimizer, range(3, 6)) == expected
-
-
-def test_pickled_pair_of_two_optimizers_of_one_parameter_trains_as_the_original() -> None:
-    model, _ = build(0, "sgd")
-    both = [OPTIMIZERS[name](model.parameters()) for name in ("sgd", "adam")]
-    model, both = initialize(model, both, "O2")
-
-    def steps(model: nn.Module, both: Any, steps: range) -> None:
-        for step in steps:
-            train(model, both[step % 2], range(step, step + 1))
-
-    steps(model, both, range(4))
-    other, other_both = through_pickle((model, both))
-    scalers = amp.state_dict()
-    steps(model, both, range(4, 8))
-    amp.load_state_dict(scalers)
-    steps(other, other_both, range(4, 8))
     for key, value in other.state_dict().items():
         assert torch.equal(value, model.state_dict()[key]), key

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, check_near, check_same_on_all_ranks, forget_amp
+from ddp_support import check_near, check_same_on_all_ranks, forget_amp
 from torch import Tensor, nn
 
 from apex import amp
@@ -24,7 +23,6 @@ from apex.parallel import DistributedDataParallel
 
 #: Largest difference from float32, relative to the largest value.
 TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O1-bf16": 3e-2, "O2-bf16": 3e-2}
-SEEDS = range(40)
 
 
 class Net(nn.Module):
@@ -129,35 +127,6 @@ class Run:
                 getattr(self, name)(*arguments)
 
 
-def _draw(seed: int, level: str, world: int = 1) -> list[tuple[Any, ...]]:
-    rng = random.Random(seed)
-    dynamic = level in ("O1", "O2")
-    ways = rng.sample(list(DISCARDS), 2)
-    sequence: list[tuple[Any, ...]] = []
-    delayed = overflowed = unseen = False
-    for number in range(16):
-        kind = rng.choice(["backward", "backward", "step", "step", "discard"])
-        if kind == "backward":
-            drawn = rng.choice(["", "", "", "", "delay", "overflow" * dynamic, "raise"])
-            sequence.append((kind, 100 * seed + number, drawn, rng.random() < 0.7))
-            delayed = drawn == "delay" or (delayed and drawn == "raise")
-            overflowed |= drawn == "overflow"
-            unseen = unseen and drawn == "raise"
-        elif kind == "discard" or delayed or unseen:
-            # With several ranks, an overflow is cleared if gradients are None.
-            none = overflowed and world > 1
-            sequence.append(("discard", rng.choice(["model", "None"] if none else ways)))
-            # torch does not detect it at a step
-            unseen = sequence[-1][1] == "data.zero_" and not delayed
-            delayed = overflowed = False
-        else:
-            sequence.append(("step",))
-            if overflowed:  # the gradients are undefined then
-                sequence.append(("discard", "optimizer"))
-                overflowed = False
-    return [*sequence, ("discard", "optimizer"), ("backward", 5, "", True), ("step",)]
-
-
 def _compare(level: str, sequence: list[tuple[Any, ...]], world: int = 1, rank: int = 0) -> None:
     want = Run(None, world)
     want.run(sequence)
@@ -172,23 +141,6 @@ def _compare(level: str, sequence: list[tuple[Any, ...]], world: int = 1, rank: 
     if world > 1:
         check_same_on_all_ranks([p.detach() for p in mine.net.parameters()], what)
     forget_amp()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("level", TOLERANCE)
-def test_sequence_matches_float32(level: str, seed: int) -> None:
-    _compare(level, _draw(seed, level))
-
-
-def _sequences(rank: int, world: int, level: str) -> None:
-    for seed in range(20):
-        _compare(level, _draw(1000 + seed, level, world), world, rank)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_sequence_of_two_ranks_matches_float32(ranks: RankPool, level: str) -> None:
-    ranks.run(2, _sequences, level)
 
 
 @pytest.mark.parametrize("way", DISCARDS)

@@ -114,36 +114,6 @@ def test_no_sync_around_forward_only_backward_averages(ranks: RankPool) -> None:
     ranks.run(2, _forward_in_no_sync_only)
 
 
-def _different_layers(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Gradients accumulated for a layer that the last backward does not use are averaged too."""
-    ddp = DistributedDataParallel(build(), **options)
-    uses = [
-        [[[1], [0]], [[0, 2], [0]]],  # [rank][micro]
-        [[[0], [0]], [[1, 2], [0]]],
-    ]
-    for step in range(4):
-        mine = [(step * 10 + i, used) for i, used in enumerate(uses[rank][step % 2])]
-        locally = [
-            _accumulated(
-                ddp.module, r, [(step * 10 + i, used) for i, used in enumerate(uses[r][step % 2])]
-            )
-            for r in range(world)
-        ]
-        ddp.zero_grad()
-        with ddp.no_sync():
-            _loss(ddp, rank, *mine[0]).backward()
-        _loss(ddp, rank, *mine[1]).backward()
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
-
-
-@OPTIONS
-def test_accumulation_of_other_layers_averages_the_total(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _different_layers, options)
-
-
 def _leaves_by_exception(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     with raises(KeyError):

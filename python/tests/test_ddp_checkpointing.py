@@ -148,34 +148,6 @@ def test_checkpointing_overlaps_as_much_as_without(ranks: RankPool, how: str) ->
         assert with_it["launched_in_backward"] == plain["launched_in_backward"]
 
 
-def _accumulates(rank: int, world: int, reentrant: bool) -> None:
-    model = build(Blocks)
-    model.how, model.reentrant = "each", reentrant
-    ddp = DistributedDataParallel(model, message_size=20)
-    for step in range(3):
-        locally = []
-        for r in range(world):
-            plain = to_reference(model)
-            plain.how = None
-            for micro in range(3):
-                plain(widen(data(r, 10 * step + micro))).square().mean().backward()
-            locally.append(gradients(plain))
-        ddp.zero_grad()
-        for micro in range(3):
-            loss = ddp(data(rank, 10 * step + micro).requires_grad_()).square().mean()
-            if micro < 2:
-                with ddp.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
-
-
-@REENTRANT
-def test_checkpointing_with_accumulation_averages(ranks: RankPool, reentrant: bool) -> None:
-    ranks.run(2, _accumulates, reentrant)
-
-
 def _module_returns_nothing_known(rank: int, world: int) -> None:
     """The loss does not pass through a known output, so only gradients reveal the backward."""
 
@@ -210,60 +182,3 @@ def _module_returns_nothing_known(rank: int, world: int) -> None:
 
 def test_checkpointing_unknown_output_averages(ranks: RankPool) -> None:
     ranks.run(2, _module_returns_nothing_known)
-
-
-def _skips_in_segments(rank: int, world: int, reentrant: bool) -> None:
-    model = build(Blocks)
-    model.reentrant = reentrant
-    ddp = DistributedDataParallel(model, message_size=20)
-
-    def forward(net: Any, x: Tensor, skipped: int) -> Tensor:
-        x = net.entry(x)
-        for i, block in enumerate(net.blocks):
-            if i != skipped:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-        return net.exit(x)
-
-    plan = [(0, 1), (2, 2), (3, 0), (1, 1), (-1, -1)]
-    for step, skipped in enumerate(plan):
-        locally = []
-        for r in range(world):
-            plain = copy.deepcopy(model)
-            plain.zero_grad()
-            forward(plain, data(r, step).requires_grad_(), skipped[r]).sum().backward()
-            locally.append(gradients(plain))
-        ddp.zero_grad()
-        net = ddp.module
-        net.forward = lambda x, net=net, s=skipped[rank]: forward(net, x, s)
-        ddp(data(rank, step).requires_grad_()).sum().backward()
-        del net.forward
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
-
-
-@REENTRANT
-def test_checkpointed_blocks_skipped_by_rank_average(ranks: RankPool, reentrant: bool) -> None:
-    ranks.run(2, _skips_in_segments, reentrant)
-
-
-def _learns_the_count_from_others(rank: int, world: int) -> None:
-    """A rank that did not use the layer when the plan was recorded later uses it the same number of
-    times as the others."""
-    model = build(Blocks)
-    model.how, model.reentrant = "shared_twice", True
-    ddp = DistributedDataParallel(model, message_size=1)
-    for step in range(3):
-        locally = []
-        for r in range(world):
-            plain = copy.deepcopy(model)
-            plain.zero_grad()
-            plain.misses_first = step == 0 and r == 1
-            plain(data(r, step).requires_grad_()).square().mean().backward()
-            locally.append(gradients(plain))
-        ddp.zero_grad()
-        model.misses_first = step == 0 and rank == 1
-        ddp(data(rank, step).requires_grad_()).square().mean().backward()
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
-
-
-def test_checkpointed_shared_layer_missed_when_learnt_averages(ranks: RankPool) -> None:
-    ranks.run(2, _learns_the_count_from_others)

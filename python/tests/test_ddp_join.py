@@ -22,7 +22,6 @@ from ddp_support import (
 )
 from nccl_like import unnamed_backends
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
@@ -158,118 +157,6 @@ def _normalizes_with_a_backend_for_each_device(rank: int, world: int) -> None:
 
 def test_join_with_backends_for_cpu_and_gpu_talks_where_the_module_is(ranks: RankPool) -> None:
     ranks.run(3, _normalizes_with_a_backend_for_each_device)
-
-
-class TwoHeads(nn.Module):
-    """Losses may come from either head alone. Each head has its own batch norm."""
-
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.trunk, self.norm = nn.Linear(6, 8), norm(8)
-        self.left, self.norm_left = nn.Linear(8, 5), norm(5)
-        self.right, self.norm_right = nn.Linear(8, 4), norm(4)
-        self.checkpoint: bool | None = None  # checkpointing of the trunk: None, reentrant or not
-
-    def _trunk(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(self.trunk(x)))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.to(self.trunk.weight.dtype)
-        if self.checkpoint is None:
-            x = self._trunk(x)
-        else:
-            x = checkpoint(self._trunk, x.requires_grad_(), use_reentrant=self.checkpoint)
-        return self.norm_left(self.left(x)), self.norm_right(self.right(x))
-
-
-def _backward_of_heads(way: str, model: nn.Module, x: torch.Tensor, factor: float) -> None:
-    left, right = (torch.sin(head).sum() * factor for head in model(x))
-    if way == "one":
-        left.backward()
-    elif way == "two_backwards":
-        left.backward(retain_graph=True)
-        right.backward()
-    elif way == "grad":
-        torch.autograd.grad(left, list(model.parameters())[:2], retain_graph=True)
-        (left + right).backward()
-    elif way == "two_forwards":
-        other, _ = model(x.flip(0) + 1)
-        (left + 0 * other.detach().sum()).backward()
-    else:
-        (left + right).backward()
-
-
-HEADS = ["one", "two_backwards", "grad", "two_forwards", "reentrant", "not_reentrant"]
-
-
-def _heads(rank: int, world: int, way: str, initial: bool) -> None:
-    counts = [1, 4, 2]
-    torch.manual_seed(0)
-    model = TwoHeads(SyncBatchNorm)
-    reference = TwoHeads(nn.BatchNorm1d).double()
-    reference.load_state_dict(model.state_dict())
-    if "reentrant" in way:
-        model.checkpoint = way == "reentrant"
-    torch.manual_seed(100 + rank)
-    ddp = DistributedDataParallel(model)
-    with ddp.join(divide_by_initial_world_size=initial):
-        for step in range(counts[rank]):
-            ddp.zero_grad()
-            _backward_of_heads(way, ddp, batch(rank, step), 1.0)
-            active = [r for r in range(world) if step < counts[r]]
-            divisor = world if initial else len(active)
-            reference.zero_grad()
-            whole = torch.cat([batch(r, step) for r in active]).double()
-            if way == "two_forwards":  # flipped within each rank's part
-                parts = torch.cat([batch(r, step).flip(0) for r in active]).double() + 1
-                left, _ = reference(whole)
-                reference(parts)
-                (torch.sin(left).sum() / divisor).backward()
-            else:
-                _backward_of_heads(way, reference, whole, 1 / divisor)
-            expected = gradients(reference)
-            for name, grad in gradients(ddp).items():
-                check_near(grad, expected[name], f"{way}, step {step}, {name}", 2e-3, scale=1.0)
-    check_same_on_all_ranks(list(model.state_dict().values()), "parameters and buffers")
-
-
-@pytest.mark.parametrize("initial", [True, False], ids=["by_world", "by_active"])
-@pytest.mark.parametrize("way", HEADS)
-def test_join_batch_norm_whose_backward_comes_once_twice_or_never(
-    ranks: RankPool, way: str, initial: bool
-) -> None:
-    ranks.run(3, _heads, way, initial)
-
-
-def _second_derivative(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model, reference = Normed(SyncBatchNorm).double(), Normed(nn.BatchNorm1d).double()
-    reference.load_state_dict(model.state_dict())
-    ddp = DistributedDataParallel(model)
-
-    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows' losses and of the squares of its derivatives."""
-        x = x.double().requires_grad_()
-        loss = torch.sin(model(x)).sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().sum()
-
-    counts = [1, 3]
-    with ddp.join(divide_by_initial_world_size=False):
-        for step in range(counts[rank]):
-            ddp.zero_grad()
-            penalty(ddp, batch(rank, step)).backward()
-            active = [r for r in range(world) if step < counts[r]]
-            reference.zero_grad()
-            whole = torch.cat([batch(r, step) for r in active])
-            (penalty(reference, whole) / len(active)).backward()
-            expected = gradients(reference)
-            for name, grad in gradients(ddp).items():
-                check_near(grad, expected[name], f"step {step}, {name}", 1e-6, scale=1.0)
-
-
-def test_join_batch_norm_differentiated_twice_equals_one_process(ranks: RankPool) -> None:
-    ranks.run(2, _second_derivative)
 
 
 def _fails_in_backward(rank: int, world: int) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random programs over several wrappers and optimizers against one process in float64; random
-training with amp. For thousands: ``python python/tests/ddp_programs.py --seeds 0:5000``."""
+"""Random programs over several wrappers and optimizers against one process in float64. For
+thousands: ``python python/tests/ddp_programs.py --seeds 0:5000``."""
 
 from __future__ import annotations
 
 import pytest
-from amp_rank_cases import CASES_AT_ONCE, run_amp_cases
 from ddp_programs import Op, Program, draw_program, run, shrink
 from ddp_support import RankPool
 
@@ -21,11 +20,6 @@ BATCH = 30
 def test_programs_equal_one_process(ranks: RankPool, first: int, world: int) -> None:
     programs = [draw_program(seed, world) for seed in range(first, first + BATCH)]
     assert not run(ranks, programs)
-
-
-@pytest.mark.parametrize("first", range(0, 2 * CASES_AT_ONCE, CASES_AT_ONCE))
-def test_amp_with_a_seed_per_rank_keeps_ranks_alike(ranks: RankPool, first: int) -> None:
-    ranks.run(2, run_amp_cases, list(range(first, first + CASES_AT_ONCE)))
 
 
 # --- the generator itself ---

@@ -50,30 +50,11 @@ def _losses(models: list[nn.Module], x: Tensor, backwards: bool) -> Tensor:
     return sum(model(x).square().mean() for model in order)
 
 
-def _order(rank: int, world: int, options: dict[str, Any]) -> None:
-    both = TwoHeads()
-    wrappers = [DistributedDataParallel(m, **options) for m in (both.first, both.second)]
-    for step in range(6):
-        both.zero_grad()
-        _losses(wrappers, batch(rank, step), backwards=rank == 1).backward()
-        check_step(
-            both,
-            lambda m, r, s=step: _losses([m.first, m.second], batch(r, s).double(), False),
-            world,
-            f"step {step}",
-        )
-
-
 OPTIONS = pytest.mark.parametrize(
     "options",
     [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}, {"delay_allreduce": True}],
     ids=["default", "many", "views", "delay"],
 )
-
-
-@OPTIONS
-def test_forwards_in_another_order_on_each_rank(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _order, options)
 
 
 def _evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
@@ -100,35 +81,6 @@ def _evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
 @OPTIONS
 def test_one_rank_evaluates_with_gradients(ranks: RankPool, options: dict[str, Any]) -> None:
     ranks.run(2, _evaluation, options)
-
-
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.head, self.other = inner, nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, use: bool) -> Tensor:
-        return self.head(torch.tanh(self.inner(x))) if use else self.other(x)
-
-
-def _nested(rank: int, world: int) -> None:
-    plain = nn.Linear(4, 4)
-    outer = Outer(DistributedDataParallel(plain))
-    ddp = DistributedDataParallel(outer)
-    for step in range(6):
-        ddp.zero_grad()
-        ddp(batch(rank, step), (rank + step) % 3 != 0).square().mean().backward()
-
-        def loss(module: nn.Module, r: int, s: int = step) -> Tensor:
-            return module(batch(r, s).double(), (r + s) % 3 != 0).square().mean()
-
-        twin = Outer(plain)
-        twin.head, twin.other = outer.head, outer.other
-        check_step(twin, loss, world, f"step {step}")
-
-
-def test_a_wrapper_in_a_wrapper_that_one_rank_does_not_use(ranks: RankPool) -> None:
-    ranks.run(2, _nested)
 
 
 def _averaged_copy(rank: int, world: int) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     check_step,
-    gradients,
     mean_over_ranks,
     raises,
 )
@@ -83,31 +81,6 @@ def _all_used(rank: int, world: int, steps: Any) -> dict[str, int]:
     for used in steps:
         ddp(data(rank), used[rank]).sum().backward()
     return ddp.statistics()
-
-
-def _keeps_old(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(build(), **options)
-    ddp(data(rank), [0, 1, 2]).sum().backward()
-    before = gradients(ddp)
-    # Gradients are not cleared. No rank uses layer 2 now, and only rank 1 uses layer 1.
-    ddp(data(rank, 1), [[0], [0, 1]][rank]).sum().backward()
-    for name, grad in gradients(ddp).items():
-        if "layers.2" in name:
-            check_equal(grad, before[name], f"{name}, which nobody used")
-    plain = build()
-    added = [
-        alone(plain, lambda m, r=r: m(data(r, 1), [[0], [0, 1]][r]).sum()) for r in range(world)
-    ]
-    for name, more in mean_over_ranks(added).items():
-        expected = before[name] if more is None else before[name] + more
-        check_near(gradients(ddp)[name], expected, name, 1e-5)
-
-
-@VIEWS
-def test_unused_parameter_not_cleared_keeps_its_gradient(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _keeps_old, options)
 
 
 def _no_parameter(rank: int, world: int) -> None:
@@ -307,55 +280,6 @@ def test_several_backwards_per_forward_average(ranks: RankPool, options: dict[st
     ranks.run(2, _several_backwards, options)
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(4, 4)
-        self.critic = nn.Linear(4, 1)
-
-
-def _gan(rank: int, world: int, options: dict[str, Any]) -> None:
-    plain = build(Gan)
-    generator = DistributedDataParallel(copy.deepcopy(plain.generator), **options)
-    critic = DistributedDataParallel(copy.deepcopy(plain.critic), **options)
-
-    def critic_loss(g: nn.Module, c: nn.Module, r: int, step: int) -> list[Tensor]:
-        return [c(data(r, step)).sum(), c(g(data(r, step + 50)).detach()).square().sum()]
-
-    for step in range(3):
-        # Two forwards of the critic, then one backward each, or one backward for both.
-        expected = mean_over_ranks([
-            alone(plain.critic, lambda c, r=r, s=step: sum(critic_loss(plain.generator, c, r, s)))
-            for r in range(world)
-        ])  # fmt: skip
-        critic.zero_grad()
-        real, fake = critic_loss(generator, critic, rank, step)
-        if step == 1:
-            (real + fake).backward()
-        else:
-            real.backward()
-            fake.backward()
-        check_gradients(critic, expected, f"critic, step {step}", 1e-5)
-
-        # The generator's step also runs through the critic, and both are averaged.
-        def fool(model: Gan, r: int, step: int = step) -> Tensor:
-            return -model.critic(torch.tanh(model.generator(data(r, step)))).square().sum()
-
-        both = mean_over_ranks([alone(plain, lambda m, r=r: fool(m, r)) for r in range(world)])
-        generator.zero_grad()
-        critic.zero_grad()
-        (-critic(torch.tanh(generator(data(rank, step)))).square().sum()).backward()
-        found = {f"generator.{n}": g for n, g in gradients(generator).items()}
-        found |= {f"critic.{n}": g for n, g in gradients(critic).items()}
-        for name, grad in both.items():
-            check_near(found[name], grad, f"{name}, step {step}", 1e-5)
-
-
-@VIEWS
-def test_two_wrapped_models_gan_style_average(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _gan, options)
-
-
 def _gradient_penalty(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
 
@@ -394,56 +318,4 @@ def test_backward_with_inputs_averages_these_only(ranks: RankPool) -> None:
     ranks.run(2, _selected_inputs)
 
 
-def _evaluates_between(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    for step in range(3):
-        check_step(ddp, _plain_loss, f"step {step}")
-        ddp.eval()
-        if rank == 0:  # evaluation does not involve other ranks
-            with torch.no_grad():
-                ddp(data(rank), [0])
-        ddp.train()
-        # A forward without a backward.
-        ddp(data(rank), [0, 1])
-
-
-def test_evaluation_and_abandoned_forwards_between_steps(ranks: RankPool) -> None:
-    ranks.run(2, _evaluates_between)
-
-
 # --- what users see after an exception ---
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
-def _fails_then_goes_on(rank: int, world: int, options: dict[str, Any], when: int) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    ddp = DistributedDataParallel(model, **options)
-    for step in range(5):
-        if step == when:
-            h = model[1](model[0](data(rank)))
-            with raises(ArithmeticError, "on purpose"):
-                ddp.module[3](ddp.module[2](_Raises.apply(h))).sum().backward()
-            # Through the wrapper, so that the failure follows some gradients.
-            hook = model[1].register_forward_hook(lambda m, a, out: _Raises.apply(out))
-            with raises(ArithmeticError, "on purpose"):
-                ddp(data(rank)).sum().backward()
-            hook.remove()
-            dist.barrier()
-        check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
-
-
-@VIEWS
-@pytest.mark.parametrize("when", [0, 1, 3])
-def test_exception_in_backward_next_step_is_right(
-    ranks: RankPool, options: dict[str, Any], when: int
-) -> None:
-    ranks.run(2, _fails_then_goes_on, options, when)

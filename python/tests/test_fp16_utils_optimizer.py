@@ -293,32 +293,6 @@ def test_frozen_parameters_get_no_master() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["unfrozen", "added"])
-@pytest.mark.parametrize("dtype", [HALF, F32])
-def test_parameters_that_come_later_are_unscaled_too(dtype: torch.dtype, how: str) -> None:
-    optimizers: list[Any] = []
-    networks = net(dtype), net(None)
-    for network in networks:
-        network[0].requires_grad_(False)
-        params = (network[1:] if how == "added" else network).parameters()
-        optimizers.append(torch.optim.SGD(params, lr=0.2, momentum=0.9))
-    optimizer = FP16_Optimizer(optimizers[0], static_loss_scale=1024.0)
-    for step in range(4):
-        if step == 2:
-            for network, own in zip(networks, optimizers, strict=True):
-                network[0].requires_grad_()
-                if how == "added":
-                    own.add_param_group({"params": list(network[0].parameters())})
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(networks[0], step))
-        optimizer.step()
-        optimizers[1].zero_grad()
-        loss_of(networks[1], step).backward()
-        optimizers[1].step()
-    for param, want in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
-        torch.testing.assert_close(param.float(), want, rtol=4e-3, atol=4e-3)
-
-
 @pytest.mark.parametrize("clean", [0, 7, 1000, 1003])
 def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) -> None:
     scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**10, scale_window=1000)
@@ -380,25 +354,6 @@ def test_backward_several_times_adds_gradients_up_as_float32(
     tolerance = {HALF: 4e-3, torch.bfloat16: 4e-2, F32: 1e-5}[dtype]
     for master, want in zip(masters, reference.parameters(), strict=True):
         torch.testing.assert_close(master, want, rtol=tolerance, atol=tolerance)
-
-
-def test_backward_after_clipping_adds_to_the_clipped_gradients() -> None:
-    model = net()
-    model[1].float()
-    model[1].forward = lambda x, f=model[1].forward: f(x.float()).to(HALF)
-    optimizer = wrap(model, static_loss_scale=128.0)
-    weight = model[1].weight
-    optimizer.backward(loss_of(model, 0))
-    optimizer.clip_master_grads(1e-6)
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model, 1))
-    alone = weight.grad.clone()
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model, 0))
-    optimizer.clip_master_grads(1e-3)
-    clipped = weight.grad.clone()
-    optimizer.backward(loss_of(model, 1))
-    torch.testing.assert_close(weight.grad, alone + clipped)
 
 
 def test_gradients_that_an_overlapped_optimizer_still_averages_are_awaited() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 
 from apex import _core
+from apex._internal.group_names import name_of
 from apex._internal.objects import all_gather_object
 
 
@@ -153,12 +154,18 @@ def _meet(group: dist.ProcessGroup, device: torch.device | None) -> list[int]:
     jit._set_tracing_state(None)
     try:
         with torch._C._ForceDispatchKeyGuard(*_PLAIN):
-            counts = all_gather_object(len(dist.distributed_c10d._world.pg_names), group)
+            counts = torch.zeros(
+                group.size(),
+                dtype=torch.int64,
+                device=dist.distributed_c10d._get_object_coll_device(group),
+            )
+            counts[group.rank()] = len(dist.distributed_c10d._world.pg_names)
+            _core.all_reduce(counts, name_of(group), average=False)
     finally:
         jit._set_tracing_state(tracing)
     if device is not None:
         torch.accelerator.synchronize(device)
-    return counts
+    return list(counts.tolist())
 
 
 def _require_same_count(counts: list[int], argument: str, remedy: str) -> None:
