@@ -40,10 +40,7 @@ TITLES = {
     "apex_view": "apex, gradient_as_bucket_view",
     "apex_group": "apex, APEX_HOST_CHANNEL=0",
     "apex_weighted": "apex, weights",
-    "apex_statistics": "apex, gradient_statistics",
     "apex_unchecked": "apex, replica_check_every=0",
-    "apex_clip": "apex, torch's clip_grad_norm_",
-    "apex_measured": "apex, gradient_statistics and its clip_grad_norm_",
     "flat": "backward, then one flat all-reduce",
     "comm": "one all-reduce in place, alone",
     "forward": "forward alone",
@@ -55,15 +52,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "weighted": {"gradient_average": "weighted"},
-    "statistics": {"gradient_statistics": True},
     "unchecked": {"replica_check_every": 0},
-    "measured": {"gradient_statistics": True},
 }
 #: Options of this library whose cost is measured if they are named.
-SWITCHES = (
-    *("apex_weighted", "apex_statistics", "apex_unchecked"),
-    *("apex_clip", "apex_measured"),
-)
+SWITCHES = ("apex_weighted", "apex_unchecked")
 
 
 def title(variant: str) -> str:
@@ -130,10 +122,6 @@ class Variant:
                 self.module = wrapped = ApexDDP(self.module, **options)
             if option == "weighted":
                 self.around = lambda: wrapped.weight(len(batch))
-            elif option == "measured":  # a norm that is never exceeded
-                self.after = lambda: wrapped.clip_grad_norm_(1e9)
-            elif option == "clip":
-                self.after = lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)
         elif library == "flat":
             self.after = lambda: _flat_all_reduce(self.module)
         elif library == "comm":

@@ -53,10 +53,6 @@ WRAPPERS: dict[str, tuple[str, Wrap]] = {
         "apex, with a weight in each step",
         lambda module: ApexDDP(module, gradient_average="weighted"),
     ),
-    "apex_statistics": (
-        "apex, gradient_statistics",
-        lambda module: ApexDDP(module, gradient_statistics=True),
-    ),
     "apex_buffers": (
         "apex, broadcast_buffers",
         lambda module: ApexDDP(module, broadcast_buffers=True),
@@ -64,8 +60,7 @@ WRAPPERS: dict[str, tuple[str, Wrap]] = {
 }
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpyAsync")
 STEP_WRAPPERS = [
-    *("none", "torch", "torch_view", "torch_static", "apex", "apex_view"),
-    *("apex_weighted", "apex_statistics"),
+    *("none", "torch", "torch_view", "torch_static", "apex", "apex_view", "apex_weighted"),
 ]
 FORWARDS = 20  # per measurement
 FORWARD_WRAPPERS = ["none", "torch", "apex", "apex_buffers"]

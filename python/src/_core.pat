@@ -7,14 +7,6 @@ _core.ModuleWatch.__init__:
     \from typing import Any
     def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None: ...
 
-_core.Reducer.gradient_statistics:
-    def gradient_statistics(self) -> dict[str, Any] | None:
-        \doc
-
-_core.Reducer.parameter_norms:
-    def parameter_norms(self) -> list[dict[str, Any]]:
-        \doc
-
 _core.Reducer.overlap_report:
     def overlap_report(self) -> dict[str, Any] | None:
         \doc

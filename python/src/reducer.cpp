@@ -98,28 +98,6 @@ nb::object index_or_none(int64_t index) {
   return index < 0 ? nb::none() : nb::object(nb::int_(index));
 }
 
-nb::dict to_dict(const parallel::GradientStatistics& statistics) {
-  nb::dict result;
-  result["backward"] = statistics.backward;
-  result["norm"] = statistics.norm;
-  result["rank_norms"] = statistics.rank_norms;
-  result["noise_scale"] = statistics.noise_scale;
-  result["noise"] = statistics.noise;
-  result["signal"] = statistics.signal;
-  result["z_scores"] = statistics.z_scores;
-  result["outliers"] = statistics.outliers;
-  return result;
-}
-
-nb::dict to_dict(const parallel::ParameterNorms& norms) {
-  nb::dict result;
-  result["name"] = norms.name;
-  result["bucket"] = index_or_none(norms.bucket);
-  result["norm"] = norms.norm;
-  result["own"] = norms.own;
-  return result;
-}
-
 const char* name_of(OverlapClock clock) {
   if (clock == OverlapClock::kHost) return "host";
   return clock == OverlapClock::kDevice ? "device" : "host only";
@@ -281,7 +259,6 @@ void init_reducer(nb::module_& m) {
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
       .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
-      .def_rw("gradient_statistics", &ReducerOptions::gradient_statistics)
       .def_rw("replica_check_every", &ReducerOptions::replica_check_every, nb::arg().none())
       .def_prop_rw(
           "on_divergence",
@@ -318,32 +295,6 @@ void init_reducer(nb::module_& m) {
       .def("end_weight", &Reducer::end_weight, release())
       .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
       .def_prop_ro("total_weight", &Reducer::total_weight, release())
-      .def(
-          "gradient_statistics",
-          [](const Reducer& self) -> std::optional<nb::dict> {
-            parallel::GradientStatistics statistics;
-            {
-              const nb::gil_scoped_release no_gil;
-              statistics = self.gradient_statistics();
-            }
-            if (statistics.backward == 0) return std::nullopt;
-            return to_dict(statistics);
-          },
-          "The fields of apex.parallel.GradientStatistics, or None.")
-      .def(
-          "parameter_norms",
-          [](const Reducer& self) {
-            std::vector<parallel::ParameterNorms> norms;
-            {
-              const nb::gil_scoped_release no_gil;
-              norms = self.parameter_norms();
-            }
-            std::vector<nb::dict> rows;
-            for (const parallel::ParameterNorms& one : norms) rows.push_back(to_dict(one));
-            return rows;
-          },
-          "The fields of apex.parallel.ParameterNorms, of each parameter.")
-      .def("gradient_norm", &Reducer::gradient_norm, release())
       .def(
           "set_replicas",
           [](Reducer& self, nb::object replicas, nb::object taken_over) {

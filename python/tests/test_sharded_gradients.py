@@ -241,9 +241,8 @@ def _refusals(rank: int, world: int) -> None:
     ):
         with raises(error, text):
             ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, **options)
-    for wrapper in ({"gradient_statistics": True}, {"gradient_average": False}):
-        with raises(ValueError, f"{next(iter(wrapper))}="):
-            _made(wrapper=wrapper)
+    with raises(ValueError, "gradient_average="):
+        _made(wrapper={"gradient_average": False})
     alike = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     reordered = [alike.module[i].weight for i in ((0, 1), (1, 0))[rank]]
     with raises(RuntimeError, "is 'module.0.weight'"):
@@ -267,8 +266,6 @@ def _refusals(rank: int, world: int) -> None:
     with raises(ValueError, "with reduce_scatter=True a rank has only its share"):
         amp.initialize(ddp.module, optimizer, opt_level="O1", verbosity=0)
     _backward(ddp, rank)
-    with raises(RuntimeError, "call clip_grad_norm_() of the ShardedOptimizer"):
-        ddp.clip_grad_norm_(1.0)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0)
     with raises(RuntimeError, "GradScaler searches all gradients for infinities"):
         scaler.scale(torch.ones(()))

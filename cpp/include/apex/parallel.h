@@ -16,7 +16,6 @@
 #include <apex/parallel/checkpoint.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
-#include <apex/parallel/gradient_statistics.h>
 #include <apex/parallel/guards.h>
 #include <apex/parallel/larc.h>
 #include <apex/parallel/model_sync.h>

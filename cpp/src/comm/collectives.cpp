@@ -259,14 +259,6 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
   return call_collective(what, group, [&] { return group.allreduce(message, options); });
 }
 
-c10::intrusive_ptr<c10d::Work> issue_measured_all_reduce(
-    const std::string& what, c10d::ProcessGroup& group, const at::Tensor& tensor,
-    c10d::ReduceOp::RedOpType op, const std::shared_ptr<SquareSums>& squares) {
-  const auto backend = host_backend_for(what, group, {tensor});
-  return call_collective(what, group,
-                         [&] { return backend->all_reduce_measured(tensor, op, squares); });
-}
-
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
   const auto backend = host_backend_for(what, group, {tensor});

@@ -18,7 +18,6 @@
 #include <apex/export.h>
 
 #include "comm/named_collective.h"
-#include "square_sums.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
 
@@ -73,11 +72,6 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,
                                                 Enqueue on = Enqueue::kOnOwnStream);
-/// issue_all_reduce() of floating-point CPU elements that also computes their sums of squares. Only
-/// where ranks share memory (ReductionTraits::shares_memory).
-c10::intrusive_ptr<c10d::Work> issue_measured_all_reduce(
-    const std::string& what, c10d::ProcessGroup& group, const at::Tensor& tensor,
-    c10d::ReduceOp::RedOpType op, const std::shared_ptr<SquareSums>& squares);
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root);
 /// Equal shares: `gathered` has world_size times the elements of `share`.

@@ -34,18 +34,6 @@ using Op = c10d::ReduceOp::RedOpType;
 /// Up to this size every rank sums the whole message: one exchange instead of two.
 constexpr int64_t kWhole = int64_t{16} << 10;
 
-/// The sum of squares of the elements in [from, end); also copies them to `to` unless it is null.
-double squares_between(at::ScalarType dtype, const char* from, const char* end, char* to) {
-  const auto add = [&](auto zero) {
-    using T = decltype(zero);
-    const auto* const values = reinterpret_cast<const T*>(from);
-    const int64_t numel = (end - from) / static_cast<int64_t>(sizeof(T));
-    return to == nullptr ? squares_of(values, numel)
-                         : copy_squares(reinterpret_cast<T*>(to), values, numel);
-  };
-  return dtype == at::kFloat ? add(float{}) : add(double{});
-}
-
 int processors() {
   cpu_set_t set;
   if (::sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
@@ -223,15 +211,11 @@ HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Mes
 }
 
 HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::Tensor& tensor,
-                                             Op op, std::shared_ptr<SquareSums> squares) {
+                                             Op op) {
   const Held held(*this);
   require_usable();
   auto operation = std::make_shared<HostOperation>();
   operation->what = what;
-  TORCH_CHECK(!squares || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble,
-              what, ": square sums of ", tensor.scalar_type());
-  operation->squares = std::move(squares);
-  SquareSums* const sums = operation->squares.get();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
     operation->output = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
@@ -242,27 +226,18 @@ HostChannel::WorkPtr HostChannel::all_reduce(const std::string& what, const at::
   operation->bytes = bytes;
   Message message = describe(HostKind::kSumWhole, real, 0);
   message.op = op;
-  message.measured = sums != nullptr;
-  // Copies bytes [begin, end) to `to` unless it is null, and measures them if requested.
-  const auto take = [&](int64_t begin, int64_t end, char* to) {
-    if (sums != nullptr) {
-      sums->sent += squares_between(real.scalar_type(), data + begin, data + end, to);
-    } else if (to != nullptr) {
-      copy_bytes(to, data + begin, static_cast<size_t>(end - begin));
-    }
-  };
   if (bytes <= kWhole) {
     message.place = stage_copy(*operation, {real});
-    take(0, bytes, nullptr);
   } else {
     message.kind = HostKind::kSumShares;
     const auto place = memory_->place_of(data, static_cast<size_t>(bytes));
     message.keeps_part = !place;
     message.place = place ? *place : stage(*operation, static_cast<size_t>(bytes));
-    char* const copy = operation->staged.get();
-    const auto [begin, end] = part_of(rank_, bytes);
-    take(0, begin, copy);
-    take(end, bytes, copy != nullptr ? copy + end : nullptr);
+    if (char* const copy = operation->staged.get()) {
+      const auto [begin, end] = part_of(rank_, bytes);
+      copy_bytes(copy, data, static_cast<size_t>(begin));
+      copy_bytes(copy + end, data + end, static_cast<size_t>(bytes - end));
+    }
   }
   return post(std::move(operation), message);
 }

@@ -20,7 +20,6 @@
 
 #include "comm/host_memory.h"
 #include "comm/sliced_work.h"
-#include "square_sums.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {
@@ -122,10 +121,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Issue a collective. Tensors are contiguous, on the CPU, and must not change until it has
   /// completed. `what` names it in errors. None of these functions waits for other ranks.
   /// @throws Error if the channel has failed before, or in a process forked since its construction.
-  /// @param squares  which sums of squares to compute, for floating-point elements: on every rank
-  ///                 or on none.
   WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
-                     c10d::ReduceOp::RedOpType op, std::shared_ptr<SquareSums> squares = nullptr);
+                     c10d::ReduceOp::RedOpType op);
   /// Sends `parts` as one message. `changed` has one entry per part and outlives the call. If
   /// given, a part is written, and its entry set, only if its bytes differ from the root's.
   WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,

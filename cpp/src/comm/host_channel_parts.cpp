@@ -149,7 +149,7 @@ void HostChannel::check_messages(const Operation& operation) {
       };
       fail(texts + " (here " + details(mine) + "; there " + details(other) + ")");
     }
-    if (other.kind != mine.kind || other.measured != mine.measured) fail(texts);
+    if (other.kind != mine.kind) fail(texts);
   }
 }
 
@@ -227,13 +227,8 @@ void HostChannel::take_message(Operation& operation, const std::vector<char*>& f
 
 void HostChannel::sum_whole(const Operation& operation, const std::vector<char*>& from) const {
   const at::Tensor& output = operation.output;
-  CombinedSquares squares;
-  SquareSums* const sums = operation.squares.get();
   combine(operation.op, output.scalar_type(), output.numel(), {from.begin(), from.end()},
-          {static_cast<char*>(output.mutable_data_ptr())}, sums != nullptr ? &squares : nullptr);
-  if (sums == nullptr) return;
-  sums->kept.assign(static_cast<size_t>(size_), 0);  // the whole message was measured when sent
-  sums->reduced = squares.of_result;
+          {static_cast<char*>(output.mutable_data_ptr())});
 }
 
 void HostChannel::take_parts(const Operation& operation, const char* message) {
@@ -318,27 +313,12 @@ void HostChannel::sum_share(int share, const Operation& operation) const {
   const at::Tensor& tensor = operation.output;
   if (operation.keeps_part && share / each == rank_)
     at[rank_] = static_cast<char*>(tensor.mutable_data_ptr()) + begin;
-  const auto owner = static_cast<size_t>(share / each);
-  CombinedSquares squares{owner};
   combine(operation.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
-          {at.begin(), at.end()}, at, operation.squares ? &squares : nullptr);
-  Common::Slot& slot = common_->slots[operation.number % kRing];
-  slot.squares[share] = squares.of_result;
-  slot.kept[share] = squares.of_source;
+          {at.begin(), at.end()}, at);
 }
 
 /// Copies the result back from the staged copy, except for a part that was kept.
 void HostChannel::take_result(const Operation& operation) const {
-  if (operation.squares) {
-    const Common::Slot& slot = common_->slots[operation.number % kRing];
-    SquareSums& sums = *operation.squares;
-    sums.kept.assign(static_cast<size_t>(size_), 0);
-    const int shares = shares_of(operation);
-    for (int share = 0; share < shares; ++share) {
-      sums.reduced += slot.squares[share];
-      sums.kept[static_cast<size_t>(share / (shares / size_))] += slot.kept[share];
-    }
-  }
   if (!operation.staged) return;
   char* const data = static_cast<char*>(operation.output.mutable_data_ptr());
   const char* const copy = operation.staged.get();

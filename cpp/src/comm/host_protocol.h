@@ -20,7 +20,6 @@
 #include "comm/host_channel.h"
 #include "comm/host_memory.h"
 #include "comm/host_step.h"
-#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -50,7 +49,6 @@ inline bool has_one_reader(HostKind kind) {
 struct HostChannel::Message {
   HostKind kind = HostKind::kSumWhole;
   bool keeps_part = false;  ///< the message lacks its rank's own part
-  bool measured = false;    ///< computes SquareSums: on all ranks or on none
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
   int32_t root = 0;
@@ -75,9 +73,6 @@ struct HostChannel::Common {
     /// 0, or rank + 1 of the rank that does this share, with kDone when it is done.
     alignas(kCacheLine) std::atomic<uint8_t> claims[kShares] = {};
     std::atomic<uint32_t> done{0};  ///< number of shares done
-    /// For a measured sum, per share, written before the share is done: the squares of the result,
-    /// and of the part that its rank kept.
-    double squares[kShares] = {}, kept[kShares] = {};
   };
   alignas(kCacheLine) FutexEvent event;
   Slot slots[kRing];
@@ -95,14 +90,13 @@ struct HostOperation {
   std::vector<at::Tensor> parts;
   /// Per part, whether it was written. Null: all parts are written.
   std::shared_ptr<std::vector<uint8_t>> changed;
-  std::shared_ptr<SquareSums> squares;  ///< for an all-reduce; null: not requested
-  int64_t bytes = 0;                    ///< size of the all-reduce
-  std::vector<int64_t> received;        ///< all-to-all: bytes from each rank in output
-  std::shared_ptr<char> staged;         ///< the copy that peers read, if any
-  std::vector<char*> messages;          ///< for sums by shares: each rank's message as peers see it
-  bool keeps_part = false;              ///< its own part of the message is in `output` only
-  bool begun = false;                   ///< all ranks have posted it, and this rank has started it
-  bool completed = false;               ///< the result is complete
+  int64_t bytes = 0;              ///< size of the all-reduce
+  std::vector<int64_t> received;  ///< all-to-all: bytes from each rank in output
+  std::shared_ptr<char> staged;   ///< the copy that peers read, if any
+  std::vector<char*> messages;    ///< for sums by shares: each rank's message as peers see it
+  bool keeps_part = false;        ///< its own part of the message is in `output` only
+  bool begun = false;             ///< all ranks have posted it, and this rank has started it
+  bool completed = false;         ///< the result is complete
 };
 
 /// Holds the mutex. Tensors are released after unlocking: the last reference may be a Python

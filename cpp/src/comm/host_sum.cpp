@@ -12,7 +12,6 @@
 #include <apex/error.h>
 
 #include "floating_point_mode.h"
-#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -46,7 +45,7 @@ constexpr bool is_bitwise(Op op) { return op == Op::BAND || op == Op::BOR || op 
 
 template <Op op, typename Stored>
 void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>& from,
-                   const std::vector<char*>& to, CombinedSquares* squares) {
+                   const std::vector<char*>& to) {
   using Value = Computed<Stored>;
   alignas(64) Value sum[kBlock];
   const auto at = [&](const char* of) { return reinterpret_cast<const Stored*>(of) + begin; };
@@ -60,12 +59,6 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     const auto scale = Value(1) / static_cast<Value>(from.size());
     for (int64_t i = 0; i < numel; ++i) sum[i] *= scale;
   }
-  if constexpr (!std::is_integral_v<Stored>) {
-    if (squares != nullptr) {  // before the source is overwritten
-      squares->of_source = squares_of(at(from[squares->source]), numel);
-      squares->of_result = squares_of(sum, numel);
-    }
-  }
   if constexpr (!std::is_same_v<Value, Stored>) {
     auto* out = reinterpret_cast<Stored*>(to.front()) + begin;
     for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Stored>(sum[i]);
@@ -78,19 +71,15 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
 }
 
 template <Op op, typename Stored>
-void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to,
-                CombinedSquares* squares) {
+void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock;
-  std::vector<CombinedSquares> measured;
-  if (squares != nullptr) measured.assign(static_cast<size_t>(blocks), {squares->source});
   const auto part = [&](int64_t first, int64_t end) {
     // Any rank may sum a share, and every rank sums small messages; see
     // Note [Floating-point modes].
     const DefaultFloatingPointMode mode;
     for (int64_t block = first; block < end; ++block) {
       const int64_t begin = block * kBlock;
-      combine_block<op, Stored>(begin, std::min(kBlock, numel - begin), from, to,
-                                measured.empty() ? nullptr : &measured[static_cast<size_t>(block)]);
+      combine_block<op, Stored>(begin, std::min(kBlock, numel - begin), from, to);
     }
   };
   const int64_t grain = kGrainBytes / static_cast<int64_t>(sizeof(Stored)) / kBlock;
@@ -99,25 +88,21 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
   } else {
     at::parallel_for(0, blocks, grain, part);
   }
-  for (const CombinedSquares& block : measured) {
-    squares->of_source += block.of_source;
-    squares->of_result += block.of_result;
-  }
 }
 
 template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-                const std::vector<char*>& to, CombinedSquares* squares) {
+                const std::vector<char*>& to) {
   if constexpr (!is_bitwise(op)) {
     switch (dtype) {
       case at::kFloat:
-        return combine_as<op, float>(numel, from, to, squares);
+        return combine_as<op, float>(numel, from, to);
       case at::kDouble:
-        return combine_as<op, double>(numel, from, to, squares);
+        return combine_as<op, double>(numel, from, to);
       case at::kHalf:
-        return combine_as<op, c10::Half>(numel, from, to, squares);
+        return combine_as<op, c10::Half>(numel, from, to);
       case at::kBFloat16:
-        return combine_as<op, c10::BFloat16>(numel, from, to, squares);
+        return combine_as<op, c10::BFloat16>(numel, from, to);
       default:
         break;
     }
@@ -125,15 +110,15 @@ void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const cha
   if constexpr (op != Op::AVG) {
     switch (dtype) {
       case at::kLong:
-        return combine_as<op, int64_t>(numel, from, to, squares);
+        return combine_as<op, int64_t>(numel, from, to);
       case at::kInt:
-        return combine_as<op, int32_t>(numel, from, to, squares);
+        return combine_as<op, int32_t>(numel, from, to);
       case at::kShort:
-        return combine_as<op, int16_t>(numel, from, to, squares);
+        return combine_as<op, int16_t>(numel, from, to);
       case at::kChar:
-        return combine_as<op, int8_t>(numel, from, to, squares);
+        return combine_as<op, int8_t>(numel, from, to);
       case at::kByte:
-        return combine_as<op, uint8_t>(numel, from, to, squares);
+        return combine_as<op, uint8_t>(numel, from, to);
       default:
         break;
     }
@@ -155,24 +140,24 @@ bool can_combine(Op op, at::ScalarType dtype) {
 }
 
 void combine(Op op, at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
-             const std::vector<char*>& to, CombinedSquares* squares) {
+             const std::vector<char*>& to) {
   switch (op) {
     case Op::SUM:
-      return combine_op<Op::SUM>(dtype, numel, from, to, squares);
+      return combine_op<Op::SUM>(dtype, numel, from, to);
     case Op::AVG:
-      return combine_op<Op::AVG>(dtype, numel, from, to, squares);
+      return combine_op<Op::AVG>(dtype, numel, from, to);
     case Op::MAX:
-      return combine_op<Op::MAX>(dtype, numel, from, to, squares);
+      return combine_op<Op::MAX>(dtype, numel, from, to);
     case Op::MIN:
-      return combine_op<Op::MIN>(dtype, numel, from, to, squares);
+      return combine_op<Op::MIN>(dtype, numel, from, to);
     case Op::PRODUCT:
-      return combine_op<Op::PRODUCT>(dtype, numel, from, to, squares);
+      return combine_op<Op::PRODUCT>(dtype, numel, from, to);
     case Op::BAND:
-      return combine_op<Op::BAND>(dtype, numel, from, to, squares);
+      return combine_op<Op::BAND>(dtype, numel, from, to);
     case Op::BOR:
-      return combine_op<Op::BOR>(dtype, numel, from, to, squares);
+      return combine_op<Op::BOR>(dtype, numel, from, to);
     case Op::BXOR:
-      return combine_op<Op::BXOR>(dtype, numel, from, to, squares);
+      return combine_op<Op::BXOR>(dtype, numel, from, to);
     default:
       throw Error("combine(): this operation is not supported");
   }

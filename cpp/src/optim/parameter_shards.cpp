@@ -617,12 +617,10 @@ std::shared_ptr<CommHook> ParameterShards::comm_hook(const std::vector<const Par
                                                      const Reducer& reducer) {
   auto communicator = reducer.communicator();
   const ReducerOptions options = reducer.options();
-  if (options.gradient_statistics || !options.gradient_average) {
+  if (!options.gradient_average) {
     throw InvalidArgument(
-        std::string("after a reduce-scatter, a rank has only a share of the average, "
-                    "and the reducer was made with gradient_") +
-        (options.gradient_statistics ? "statistics=True" : "average=False") +
-        ": leave one of them out");
+        "after a reduce-scatter, a rank has only a share of the average, and the reducer was made "
+        "with gradient_average=False: leave one of them out");
   }
   std::vector<std::shared_ptr<const PiecesOfAll>> pieces;
   for (const ParameterShards* const shards : all) {

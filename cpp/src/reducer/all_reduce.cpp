@@ -76,10 +76,6 @@ class AllReduce final : public Reduction {
              const std::string& what) override {
     if (tensor.numel() == 0) return;  // empty on every rank; some backends reject it
     const auto op = traits_.averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    if (const auto& squares = bucket.square_sums()) {
-      work_ = issue_measured_all_reduce(what, *group_, tensor, op, squares);
-      return;
-    }
     const bool is_gradient = bucket.kind() == BucketMessage::Kind::kInPlace;
     if (is_gradient && !tensor.is_cpu()) loan_ = Loan(tensor);
     const at::Tensor& given = loan_.tensor().defined() ? loan_.tensor() : tensor;

@@ -279,8 +279,12 @@ void Backward::launch(size_t index, const at::Tensor& incoming,
                       const std::function<void()>& packed) {
   PlannedBucket& entry = plan().entries[index];
   pass_.next_launch = index + 1;  // first, so that a launch that throws is not retried
+  const auto before_start = [&] {
+    if (context_.options.check_finite) reporter_.finite.look(entry.message);
+    if (packed) packed();
+  };
   try {
-    launch_bucket(entry, index, pass_, incoming, context_, packed);
+    launch_bucket(entry, index, pass_, incoming, context_, before_start);
   } catch (const CommunicationError&) {
     context_.fail();  // immediately, because nothing more may be sent
     throw;
@@ -305,7 +309,7 @@ void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
   report.digest = reporter_.replicas.digest(report.facts);
   const auto packed = [&] {
-    reporter_.gradients.measure_own(plan.entries, report);
+    if (context_.options.check_finite) report.non_finite = reporter_.finite.first();
     if (plan.carries_report) {
       const BucketMessage& last = plan.entries.back().message;
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
@@ -386,8 +390,8 @@ bool Backward::may_leave() const {
   const Plan* plan = book_.current();
   if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
       context_.options.check_finite || context_.options.weighted ||
-      context_.options.gradient_statistics || context_.options.check_steps.value_or(false) ||
-      plan->backwards <= kOrderAfter || !(plan->ordered || plan->preset) || !pass_.error.empty()) {
+      context_.options.check_steps.value_or(false) || plan->backwards <= kOrderAfter ||
+      !(plan->ordered || plan->preset) || !pass_.error.empty()) {
     return false;
   }
   if (!outside(*plan, pass_.used).empty()) return false;
@@ -515,7 +519,7 @@ void Backward::refuse(const StepTable& table) {
 
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
-      context_.options.weighted || context_.options.gradient_statistics) {
+      context_.options.weighted) {
     return true;
   }
   const Plan& plan = *book_.current();
@@ -573,8 +577,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   if (judges_last) judge(meanwhile);
   if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
     pass_.fail(context_.me() + kSkippedTooLate);
-  if (context_.options.gradient_statistics)
-    reporter_.gradients.read_kept(plan().entries, reporter_.receive());
   settle();
   context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports()) {
@@ -585,8 +587,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     }
     compare_replicas(table);
   }
-  if (context_.options.gradient_statistics)
-    reporter_.gradients.conclude(reporter_.receive(), pass_.skipped);
   order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);
@@ -654,7 +654,6 @@ void Backward::settle() {
       message.settle(pass_.used_by_any);
       clear_without_weight(message.slots());
     }
-    reporter_.gradients.add_reduced(message.slots(), static_cast<int64_t>(b));
   }
   const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
   if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
@@ -685,7 +684,6 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
       late, plan().places, pass_,
       [this](const auto& slots) {
         clear_without_weight(slots);
-        reporter_.gradients.add_reduced(slots, -1);
         find_non_finite_sum(slots);
         call_back(-1, slots, true);
       },
@@ -793,7 +791,7 @@ void Backward::call_off() {
 }
 
 void Backward::remember_reduced() {
-  if (!context_.leaves_sums() && !context_.joining && !context_.options.gradient_statistics) return;
+  if (!context_.leaves_sums() && !context_.joining) return;
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     const at::Tensor& grad = parameter.variable.grad();

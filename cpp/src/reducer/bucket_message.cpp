@@ -2,7 +2,6 @@
 #include "reducer/bucket_message.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string>
 #include <utility>
@@ -21,9 +20,6 @@
 namespace apex::parallel::detail {
 
 namespace {
-
-/// The sum of squares of gradients before they were multiplied by `scale`.
-double unscaled(double squares, double scale) { return squares / (scale * scale); }
 
 /// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
@@ -218,15 +214,12 @@ void BucketMessage::copy_early(size_t index, double scale) {
   if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
     slot.view.add_(values_of(grad, slot), slot.early_scale);
-    if (options_.measure_own)
-      slot.own_squares = unscaled(sum_of_squares(slot.view), slot.early_scale);
     grad = at::Tensor();
     return;
   }
   slot.early = at::Tensor();
   if (!has_memory(grad) || slot.in_parts || grad.requires_grad()) return;
-  if (!copy_in_one_pass(slot.view, grad, scale, own_squares_of(slot))) return;
-  slot.own_squares = unscaled(slot.own_squares, scale);
+  if (!copy_in_one_pass(slot.view, grad, scale)) return;
   slot.early_scale = scale;
   if (options_.gradient_as_bucket_view) {
     slot.moved = true;
@@ -274,7 +267,6 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
     has_unused_ |= !slot.used;
     slot.stash = at::Tensor();
   }
-  if (options_.measure_own && !device_.is_cpu()) measure_on_device();
   switch (kind_) {
     case Kind::kFlat:
       pack_flat(scale);
@@ -307,12 +299,11 @@ void BucketMessage::pack_flat(double scale) {
     if (copied) {
       ++copied_early_;
     } else if (!grad.defined()) {
-      slot.own_squares = 0;
       zeros.push_back(slot.view);
     } else if (lies_in(grad, slot)) {
       // Already in the buffer. An unused gradient may have to be restored later.
       if (!slot.used) slot.stash = slot.view.clone();
-      scale_own(slot, slot.view, while_copying);
+      if (while_copying != 1.0) scale_in_place(slot.view, while_copying);
     } else {
       const at::Tensor source = values_of(grad, slot);
       targets.push_back(slot.view);
@@ -324,7 +315,7 @@ void BucketMessage::pack_flat(double scale) {
   copied_ = copied_early_ + static_cast<int64_t>(targets.size());
   if (options_.gradient_as_bucket_view && device_.is_cpu())
     move_in(copied_slots, targets, sources, while_copying, is_new);
-  copy_in(copied_slots, std::move(targets), std::move(sources), while_copying);
+  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (!zeros.empty()) at::_foreach_zero_(zeros);
   if (has_home()) gradients_of(buffer_).copy_(home_);
   if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
@@ -344,9 +335,8 @@ void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& 
     const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
                        has_memory(grad) && !slot.in_parts &&
                        slot.view.scalar_type() == slot.variable.scalar_type() &&
-                       copy_in_one_pass(targets[i], sources[i], scale, own_squares_of(slot));
+                       copy_in_one_pass(targets[i], sources[i], scale);
     if (moves) {
-      slot.own_squares = unscaled(slot.own_squares, scale);
       slot.moved = true;
       slot.early_scale = scale;
       const size_t bytes = grad.nbytes();
@@ -363,44 +353,9 @@ void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& 
   sources.resize(kept);
 }
 
-/// Copies the remaining gradients. If possible, each is copied and measured in one pass.
-void BucketMessage::copy_in(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
-                            std::vector<at::Tensor> sources, double scale) {
-  if (options_.measure_own && device_.is_cpu()) {
-    size_t kept = 0;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      double& squares = slots[i]->own_squares;
-      if (copy_in_one_pass(targets[i], sources[i], scale, &squares)) {
-        squares = unscaled(squares, scale);
-        continue;
-      }
-      squares = sum_of_squares(sources[i]);
-      std::swap(targets[kept], targets[i]);
-      std::swap(sources[kept++], sources[i]);
-    }
-    targets.resize(kept);
-    sources.resize(kept);
-  }
-  multi_tensor_copy(std::move(targets), std::move(sources), scale);
-}
-
-/// Measures and then multiplies a gradient that is already in the message.
-void BucketMessage::scale_own(Slot& slot, const at::Tensor& values, double scale) {
-  double* const squares = square_sums_ ? nullptr : own_squares_of(slot);
-  if (squares != nullptr) {
-    if (scale != 1.0 && copy_in_one_pass(values, values, scale, squares)) {
-      *squares = unscaled(*squares, scale);
-      return;
-    }
-    *squares = sum_of_squares(values);
-  }
-  if (scale != 1.0) scale_in_place(values, scale);
-}
-
 at::Tensor BucketMessage::absent(bool poison, bool idle) {
   const BelowAutograd guard;
   if (is_sparse()) return {};
-  if (options_.measured_on_the_way) square_sums_ = std::make_shared<SquareSums>();
   at::Tensor tensor;
   if (idle && buffer_.defined() && !gradients_lie_in_buffer()) {
     for (Slot& slot : slots_) slot.early = at::Tensor();  // they were in the buffer
@@ -445,9 +400,7 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
     }
   }
   tensor_ = flat_alias(slot.view);
-  if (options_.measured_on_the_way) square_sums_ = std::make_shared<SquareSums>();
-  if (square_sums_) slot.early_scale = scale;
-  scale_own(slot, tensor_, scale);
+  if (scale != 1.0) scale_in_place(tensor_, scale);
 }
 
 void BucketMessage::pack_sparse(double scale) {
@@ -462,7 +415,6 @@ void BucketMessage::pack_sparse(double scale) {
     grad = dense(grad).to_sparse(options_.sparse_dim);
   }
   tensor_ = grad.coalesce();
-  if (own_squares_of(slot) != nullptr) slot.own_squares = sum_of_squares(tensor_._values());
   // The values may alias those of the gradient, so scale a copy.
   if (scale != 1.0 || tensor_.is_same(grad)) tensor_ = tensor_.mul(scale);
 }
@@ -516,7 +468,6 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   if (is_sparse()) {
     if (scale != 1.0) change_received(tensor_, multiply);
     Slot& slot = slots_.front();
-    measure_reduced(slot, tensor_._values());
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
   }
@@ -528,14 +479,11 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   const double while_copying = scales_copies ? scale : 1.0;
   const auto stays = [&](Slot& slot) {
     if (scales_copies) change_received(slot.view, multiply);
-    measure_reduced(slot, slot.view);
   };
   if (scale != 1.0 && !scales_copies) change_received(gradients_of(tensor_), multiply);
-  if (square_sums_) slots_.front().squares = square_sums_->reduced * scale * scale;
   if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
-  std::vector<Slot*> copied;
   for (Slot& slot : slots_) {
     if (!slot.used) continue;
     at::Tensor& grad = slot.variable.mutable_grad();
@@ -564,36 +512,13 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
       }
       targets.push_back(grad);
       sources.push_back(slot.view);
-      copied.push_back(&slot);
       continue;
     }
     stays(slot);
   }
-  copy_out(copied, std::move(targets), std::move(sources), while_copying);
+  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (scales_copies) owed_scale_ = scale;
   if (!has_unused_) let_go();
-}
-
-/// Copies the averages to gradients. The sums of squares have the same bits on every rank.
-void BucketMessage::copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
-                             std::vector<at::Tensor> sources, double scale) {
-  if (!options_.measure_reduced || !device_.is_cpu() || square_sums_)
-    return multi_tensor_copy(std::move(targets), std::move(sources), scale);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (copy_in_one_pass(targets[i], sources[i], scale, &slots[i]->squares)) continue;
-    multi_tensor_copy({targets[i]}, {sources[i]}, scale);
-    measure_reduced(*slots[i], targets[i]);
-  }
-}
-
-/// Sums in the order of the slot's view, because the layout of `values` may differ between ranks.
-void BucketMessage::measure_reduced(Slot& slot, const at::Tensor& values) {
-  if (!options_.measure_reduced || !device_.is_cpu() || square_sums_) return;
-  const bool in_order = !slot.view.defined() || is_sparse() || same_dense_layout(values, slot.view);
-  const at::Tensor ordered =
-      in_order ? values : at::empty_like(slot.view, values.options(), at::MemoryFormat::Preserve);
-  if (!in_order) ordered.copy_(values);
-  slot.squares = sum_of_squares(ordered);
 }
 
 /// Releases references to memory of the gradients, so that it is freed with them and not in the
@@ -643,14 +568,11 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     if (!used_by_any[slot.parameter]) {
       if (slot.stash.defined()) slot.view.copy_(slot.stash);
       slot.stash = at::Tensor();
-      slot.squares = 0;
       continue;
     }
     at::Tensor& grad = slot.variable.mutable_grad();
-    at::Tensor values = slot.view;  // the same as on ranks that have used it
     if (is_sparse()) {
       grad = tensor_;
-      values = tensor_._values();
     } else if (slot.in_parts || (grad.defined() && is_subclass(grad))) {
       if (!grad.defined()) grad = by_operators([&] { return at::zeros_like(slot.variable); });
       write_subclass(grad, slot);
@@ -661,64 +583,15 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
       grad = view_as_gradient(slot);
     } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
       grad.copy_(slot.view);
-      values = grad;
     } else if (kind_ == Kind::kInPlace) {
       grad = view_as_gradient(slot);
     } else {
       grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
       grad.copy_(slot.view);
-      values = grad;
     }
-    measure_reduced(slot, values);
     slot.stash = at::Tensor();
   }
   let_go();
-}
-
-/// Runs before gradients are gathered, because some are scaled in place.
-void BucketMessage::measure_on_device() {
-  std::vector<at::Tensor> values;
-  std::vector<int64_t> places;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    at::Tensor grad = slots_[i].variable.grad();
-    if (!slots_[i].used || !grad.defined()) continue;
-    grad = grad.layout() == at::kSparse ? grad.coalesce()._values() : values_of(grad, slots_[i]);
-    if (grad.numel() == 0) continue;
-    values.push_back(grad);
-    places.push_back(static_cast<int64_t>(i));
-  }
-  const at::TensorOptions kind = at::TensorOptions(device_).dtype(at::kDouble);
-  own_on_device_ = at::zeros({static_cast<int64_t>(slots_.size())}, kind);
-  if (values.empty()) return;
-  const at::Tensor norms = at::stack(norms_of(values));
-  own_on_device_.index_copy_(0, at::tensor(places, at::kLong).to(device_), norms.square());
-}
-
-std::vector<double> BucketMessage::own_squares() const {
-  if (own_on_device_.defined()) {
-    const at::Tensor squares = own_on_device_.cpu();
-    const auto* const begin = squares.const_data_ptr<double>();
-    return {begin, begin + squares.numel()};
-  }
-  std::vector<double> squares;
-  for (const Slot& slot : slots_) {
-    double own = slot.used ? slot.own_squares : 0;
-    if (slot.used && square_sums_) own = unscaled(square_sums_->sent, slot.early_scale);
-    // A float64 value may be finite although its square is not.
-    if (dtype_ == at::kDouble && std::isinf(own)) {
-      const at::Tensor values = is_sparse() ? tensor_._values() : slot.view;
-      if (at::isfinite(values).all().item<bool>()) own = std::numeric_limits<double>::max();
-    }
-    squares.push_back(own);
-  }
-  return squares;
-}
-
-std::vector<double> BucketMessage::kept_squares() const {
-  if (!square_sums_) return {};
-  std::vector<double> squares = square_sums_->kept;
-  for (double& one : squares) one = unscaled(one, slots_.front().early_scale);
-  return squares;
 }
 
 void BucketMessage::abandon() {

@@ -6,15 +6,12 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <apex/error.h>
-
-#include "square_sums.h"
 
 namespace apex::parallel::detail {
 
@@ -23,9 +20,6 @@ struct MessageOptions {
   bool allreduce_always_fp32 = false;    ///< half and bfloat16 gradients are summed as float32
   int64_t sparse_dim = 1;                ///< of a sparse message: the same on every rank
   int64_t tail = 0;                      ///< elements of a flat message after its gradients
-  bool measure_own = false;              ///< compute own_squares()
-  bool measure_reduced = false;          ///< compute Slot::squares, on the CPU
-  bool measured_on_the_way = false;      ///< the reduction of a message in place computes both
   /// Allocates zeroed memory for the buffer: (elements, options). Empty: torch's allocator.
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
@@ -80,8 +74,6 @@ class BucketMessage {
     uint32_t early_version = 0;  ///< its version at that time
     double early_scale = 1.0;    ///< the factor of copy_early()
     bool moved = false;          ///< copy_early() took the gradient away, until unpack()
-    double own_squares = 0;      ///< of the copied gradient, on the CPU: see own_squares()
-    double squares = 0;          ///< with measure_reduced: sum of squares of the reduced gradient
   };
 
   /// @param parameters  indices of the members; one dtype, one device.
@@ -135,9 +127,6 @@ class BucketMessage {
   /// The tensor to reduce, valid between pack() and unpack(): contiguous, real-valued, or sparse.
   const at::Tensor& tensor() const { return tensor_; }
 
-  /// The sums that the reduction of tensor(), or of the result of absent(), must fill in; or null.
-  const std::shared_ptr<SquareSums>& square_sums() const { return square_sums_; }
-
   /// Parts of tensor(), or of the result of absent(): the gradients, the tail after them, and views
   /// of single gradients, by slot.
   at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
@@ -169,16 +158,6 @@ class BucketMessage {
   /// True if a member was not used by this rank in the last pack().
   bool has_unused() const { return has_unused_; }
 
-  /// With measure_own: the sum of squares of each gradient that pack() has gathered, before
-  /// scaling, in the order of slots(). It is 0 if this rank has no gradient, and not finite if the
-  /// gradient is not. On the CPU it is computed during the copy. On a device it is one multi-tensor
-  /// call, for which the host waits here.
-  std::vector<double> own_squares() const;
-
-  /// With measured_on_the_way, after the reduction: by rank, the part of the sum that own_squares()
-  /// lacks, for the only gradient of the message. The same on all ranks. Otherwise empty.
-  std::vector<double> kept_squares() const;
-
   /// Drops a message that is in flight, so that late writes to it stay invisible. A gradient in the
   /// buffer is taken away from its parameter. Gradients that were moved into a bucket, or are views
   /// of it, and were not packed yet become tensors of their own again.
@@ -195,16 +174,6 @@ class BucketMessage {
   void move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
                std::vector<at::Tensor>& sources, double scale, bool is_new);
   void pack_in_place(double scale, const at::Tensor& incoming);
-  void copy_in(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
-               std::vector<at::Tensor> sources, double scale);
-  void copy_out(const std::vector<Slot*>& slots, std::vector<at::Tensor> targets,
-                std::vector<at::Tensor> sources, double scale);
-  void scale_own(Slot& slot, const at::Tensor& values, double scale);
-  void measure_on_device();
-  void measure_reduced(Slot& slot, const at::Tensor& values);
-  double* own_squares_of(Slot& slot) const {
-    return options_.measure_own && device_.is_cpu() ? &slot.own_squares : nullptr;
-  }
   void let_go();
   bool gradients_lie_in_buffer() const;
   void pack_sparse(double scale);
@@ -221,11 +190,9 @@ class BucketMessage {
   at::ScalarType dtype_ = at::kFloat;  ///< real-valued
   int64_t numel_ = 0;                  ///< in elements of dtype_
   at::Tensor buffer_;                  ///< flat: gradients, then the tail; in dtype_
-  at::Tensor home_;    ///< memory of the views: buffer_, unless gradients have another dtype
-  at::Tensor tensor_;  ///< the tensor to reduce in this backward
-  std::shared_ptr<SquareSums> square_sums_;  ///< of this backward; see measured_on_the_way
-  at::Tensor own_on_device_;                 ///< own_squares() of a device
-  bool packed_ = false;                      ///< between pack() and unpack()
+  at::Tensor home_;      ///< memory of the views: buffer_, unless gradients have another dtype
+  at::Tensor tensor_;    ///< the tensor to reduce in this backward
+  bool packed_ = false;  ///< between pack() and unpack()
   bool has_unused_ = false;
   double owed_scale_ = 1.0;  ///< the factor that the copy out of buffer_ still applies
   int64_t copied_ = 0;

@@ -119,7 +119,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   join_producers(entry);
   BucketMessage& message = entry.message;
   naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
-  if (packed) packed();
+  packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
   if (message.kind() == BucketMessage::Kind::kInPlace && message.copied() == 0) {

@@ -16,10 +16,10 @@ namespace apex::parallel::detail {
 /// Waits on the current stream for the streams that produced the gradients, packs these, and starts
 /// the reduction.
 /// @param incoming  see BucketMessage::pack().
-/// @param packed    called between packing and the start, for the bucket that carries the report.
+/// @param packed    called between packing and the start.
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
                    const at::Tensor& incoming, ReducerContext& context,
-                   const std::function<void()>& packed = {});
+                   const std::function<void()>& packed);
 
 /// Launches the buckets of `entries` that were not launched yet, with zeros. See Note [Carried
 /// through].

@@ -54,10 +54,9 @@ struct ReducerContext {
   /// Whether ranks read each other's reports after every backward. On a device the host then waits
   /// for the device. Under join() a rank without data needs them to follow the others.
   bool reads_reports() const {
-    return !members.alone() &&
-           (members.device.is_cpu() || options.check_steps.value_or(false) ||
-            options.skip_failed_steps || options.weighted || options.gradient_statistics ||
-            options.replica_check_every.value_or(0) > 0 || joining);
+    return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
+                                options.skip_failed_steps || options.weighted ||
+                                options.replica_check_every.value_or(0) > 0 || joining);
   }
 
   /// Whether a gradient that is reduced twice would be multiplied by the number of ranks.

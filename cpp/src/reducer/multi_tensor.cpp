@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
 #include "comm/received_values.h"
-#include "square_sums.h"
 
 namespace apex::parallel {
 
@@ -19,42 +17,12 @@ bool same_dense_layout(const at::Tensor& a, const at::Tensor& b) {
 namespace {
 
 template <typename T>
-void multiply(T* out, const T* in, T factor, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
-}
-
-template <typename T>
-void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scale,
-                 double* squares) {
+void scaled_copy(const at::Tensor& target, const at::Tensor& source, double scale) {
   T* const out = static_cast<T*>(target.mutable_data_ptr());
   const T* const in = static_cast<const T*>(source.const_data_ptr());
   const T factor = static_cast<T>(scale);
-  if (squares == nullptr) return multiply(out, in, factor, target.numel());
-  *squares = copy_scaled_squares(out, in, factor, target.numel());
-}
-
-/// Calls `body(T{}, numbers)` with the real type of a dense tensor and its number of real numbers
-/// (two per complex element).
-template <typename Body>
-void dispatch_real(const at::Tensor& tensor, Body&& body) {
-  const int64_t numbers = tensor.numel() * (tensor.is_complex() ? 2 : 1);
-  const at::ScalarType dtype = c10::toRealValueType(tensor.scalar_type());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "squares",
-                                  [&] { body(scalar_t{}, numbers); });
-}
-
-/// Copies a tensor without gaps.
-void plain_copy(const at::Tensor& target, const at::Tensor& source, double* squares) {
-  if (squares == nullptr) {
-    std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
-    return;
-  }
-  dispatch_real(source, [&](auto zero, int64_t count) {
-    using T = decltype(zero);
-    auto* const out = static_cast<T*>(target.mutable_data_ptr());
-    const auto* const in = static_cast<const T*>(source.const_data_ptr());
-    *squares = copy_squares(out, in, count);
-  });
+  const int64_t count = target.numel();
+  for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
 }
 
 /// Whether the tensor is lazily conjugated or negated, so that its memory is not its value.
@@ -62,34 +30,22 @@ bool is_lazy(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_ne
 
 }  // namespace
 
-bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale,
-                      double* squares) {
+bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale) {
   if (is_lazy(target) || is_lazy(source)) return false;
   if (!target.is_cpu() || !source.is_cpu() || target.scalar_type() != source.scalar_type() ||
       !same_dense_layout(target, source)) {
     return false;
   }
   if (scale == 1.0) {
-    plain_copy(target, source, squares);
+    std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes());
   } else if (target.scalar_type() == at::kFloat) {
-    scaled_copy<float>(target, source, scale, squares);
+    scaled_copy<float>(target, source, scale);
   } else if (target.scalar_type() == at::kDouble) {
-    scaled_copy<double>(target, source, scale, squares);
+    scaled_copy<double>(target, source, scale);
   } else {
     return false;
   }
   return true;
-}
-
-double sum_of_squares(const at::Tensor& tensor) {
-  const bool dense = tensor.is_non_overlapping_and_dense();
-  const at::Tensor values = dense ? tensor : tensor.contiguous();
-  double squares = 0;
-  dispatch_real(values, [&](auto zero, int64_t count) {
-    const auto* const in = static_cast<const decltype(zero)*>(values.const_data_ptr());
-    squares = squares_of(in, count);
-  });
-  return squares;
 }
 
 void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> sources,

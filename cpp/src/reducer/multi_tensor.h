@@ -16,14 +16,7 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
 
 /// target = source * scale in one pass over the memory, without an operator dispatch. Supports CPU
 /// tensors of the same dtype and layout, without gaps. Otherwise does nothing and returns false.
-/// `squares`, if given, is set to sum_of_squares(target), computed in the same pass. `source` may
-/// be `target`.
-bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale,
-                      double* squares = nullptr);
-
-/// The sum of squares of the absolute values of a strided tensor on the CPU. See Note [Sums of
-/// squares] in square_sums.h.
-double sum_of_squares(const at::Tensor& tensor);
+bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale);
 
 /// The norm of each tensor on its device, in float64, by torch's operator. Does not block the host.
 /// @param order  of all real numbers in the tensor: 2, or infinity for the largest magnitude.

@@ -50,8 +50,7 @@ struct Parameter {
   uint32_t touched_version = 0;  ///< of the parameter, when it got the last such gradient
   uint32_t seen_version = 0;     ///< of the parameter, when the last synchronized backward began
 
-  // The gradient of the last synchronized backward. Set without averaging, under join(), and with
-  // gradient_statistics.
+  // The gradient of the last synchronized backward. Set without averaging and under join().
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> reduced{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   uint32_t reduced_version = 0;

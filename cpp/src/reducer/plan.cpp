@@ -33,7 +33,7 @@ bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
   return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
 }
 
-/// Whether the dtype represents the words of reports, and sums of squares, without rounding.
+/// Whether the dtype represents the words of reports without rounding.
 bool is_exact(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
 /// The maximum size of the reports in a bucket. Larger reports are sent separately.
@@ -62,13 +62,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   MessageOptions options;
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
-  options.measure_own = context.options.check_finite || context.options.gradient_statistics;
-  options.measure_reduced = context.options.gradient_statistics;
   const ReductionTraits traits = reduction->traits();
-  // check_finite decides on the step before the sum is known.
-  options.measured_on_the_way = options.measure_reduced && !context.options.check_finite &&
-                                is_exact(site.dtype) && site.kind == Kind::kInPlace &&
-                                traits.shares_memory;
   options.sparse_dim = places[members.front()].sparse_dim;
   if (may_carry_report) options.tail = tail_of(site, traits, context);
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)

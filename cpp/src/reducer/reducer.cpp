@@ -362,23 +362,6 @@ double Reducer::total_weight() const {
   return core_->read([](const ReducerState& state) { return state.context.total_weight; });
 }
 
-GradientStatistics Reducer::gradient_statistics() const {
-  return core_->read(
-      [](const ReducerState& state) { return state.reporter.gradients.statistics(); });
-}
-
-std::vector<ParameterNorms> Reducer::parameter_norms() const {
-  return core_->read([](const ReducerState& state) { return state.reporter.gradients.norms(); });
-}
-
-std::optional<double> Reducer::gradient_norm() const {
-  return core_->read([](const ReducerState& state) -> std::optional<double> {
-    if (!state.context.options.gradient_statistics || state.context.phase != detail::Phase::kIdle)
-      return std::nullopt;
-    return state.reporter.gradients.norm();
-  });
-}
-
 void Reducer::set_replicas(std::function<std::vector<Replica>()> replicas,
                            std::function<void()> taken_over) {
   core_->between_backwards("set_replicas()", [&](ReducerState& state) {

@@ -46,7 +46,6 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("communicators", groups),
       text("check_finite", options.check_finite),
       text("on_failure='skip' (skip_failed_steps)", options.skip_failed_steps),
-      text("gradient_statistics", options.gradient_statistics),
       text("replica_check_every", options.replica_check_every.value_or(-1)),
       text("on_divergence", static_cast<int>(options.on_divergence)),
       text("check_reduction (check_steps)",

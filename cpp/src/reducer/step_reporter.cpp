@@ -15,6 +15,7 @@ namespace apex::parallel::detail {
 void StepReporter::backward_began() {
   ++context_.backward_number;
   exchange_.drop();
+  finite.backward_began();
   failed_ = hook_failed = false;
 }
 

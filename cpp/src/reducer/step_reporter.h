@@ -10,7 +10,7 @@
 
 #include "reducer/batch_weight.h"
 #include "reducer/context.h"
-#include "reducer/gradient_meter.h"
+#include "reducer/finite_check.h"
 #include "reducer/plan.h"
 #include "reducer/replica_check.h"
 #include "reducer/step_timer.h"
@@ -29,7 +29,6 @@ class StepReporter {
   explicit StepReporter(ReducerContext& context)
       : timer(context),
         replicas(context),
-        gradients(context),
         context_(context),
         exchange_(context.members, context.parameters.size()) {}
 
@@ -39,7 +38,7 @@ class StepReporter {
   StepTimer timer;
   BatchWeight weight;  ///< with the option weighted
   ReplicaCheck replicas;
-  GradientMeter gradients;
+  FiniteCheck finite;           ///< with the option check_finite
   bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
   bool without_data = false;    ///< under join(): this rank follows the others
   bool hook_failed = false;     ///< the communication hook of this rank threw in this backward

@@ -20,7 +20,6 @@ enum Word : size_t {
   kSettings,
   kNonFinite,
   kWeight,
-  kSquares,
   kDigest,
   kOwnTime,
   kBackwardTime,
@@ -128,7 +127,6 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kSettings] = report.settings;
   row[kNonFinite] = report.non_finite;
   std::memcpy(&row[kWeight], &report.weight, sizeof(report.weight));
-  std::memcpy(&row[kSquares], &report.squares, sizeof(report.squares));
   row[kDigest] = report.digest;
   row[kOwnTime] = report.times.own;
   row[kBackwardTime] = report.times.backward;
@@ -154,7 +152,6 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     report.settings = from[kSettings];
     report.non_finite = from[kNonFinite];
     std::memcpy(&report.weight, &from[kWeight], sizeof(report.weight));
-    std::memcpy(&report.squares, &from[kSquares], sizeof(report.squares));
     report.digest = from[kDigest];
     report.times.own = from[kOwnTime];
     report.times.backward = from[kBackwardTime];

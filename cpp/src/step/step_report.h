@@ -26,8 +26,7 @@ namespace apex::parallel {
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
 //   plan per set];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
-// - its first gradient that is not finite, the weight of its samples, and the norm of its gradient,
-//   if options request these;
+// - its first gradient that is not finite, and the weight of its samples, if options request these;
 // - a digest of a part of its state: Note [Replicas];
 // - what has happened since its last synchronized backward: Note [Ranks that are out of step];
 // - and how long its own part of the step took: Note [Whose time it is].
@@ -93,7 +92,6 @@ struct StepReport {
   int64_t settings = 0;     ///< fingerprint of the settings that may change between backwards
   double weight = 0;        ///< of its samples; see Note [Weighted means]
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
-  double squares = 0;       ///< sum of squares of its gradient, as far as measured
   int64_t digest = 0;       ///< of the part of its state that is compared; 0: none
   detail::StepTimes times;  ///< see Note [Whose time it is]
 };

@@ -270,14 +270,6 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   return work;
 }
 
-WorkPtr HostBackend::all_reduce_measured(const at::Tensor& tensor, Op op,
-                                         const std::shared_ptr<SquareSums>& squares) {
-  auto work =
-      begin(c10d::OpType::ALLREDUCE, "apex:all_reduce", c10d::kUnsetTimeout, {tensor}, {tensor});
-  work->add(links_.channel->all_reduce(work->what(), tensor, op, squares));
-  return work;
-}
-
 WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
                                        const std::shared_ptr<std::vector<uint8_t>>& changed) {
   auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts, parts);

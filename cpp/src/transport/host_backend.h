@@ -132,9 +132,6 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   bool averages() const;
   /// Whether allreduce() of such a CPU tensor uses the channel or the hierarchy.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
-  /// HostChannel::all_reduce() of a contiguous tensor, where ranks share memory.
-  WorkPtr all_reduce_measured(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
-                              const std::shared_ptr<SquareSums>& squares);
   /// HostChannel::broadcast() of contiguous tensors, where ranks share memory.
   WorkPtr broadcast_changes(const Tensors& parts, int64_t root,
                             const std::shared_ptr<std::vector<uint8_t>>& changed);

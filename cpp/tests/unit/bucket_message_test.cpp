@@ -755,101 +755,6 @@ TEST(BucketMessage, AbandonedBeforePack_GradientsAreTheRanksOwn) {
   EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 3.5)));
 }
 
-MessageOptions measuring(MessageOptions options = {}) {
-  options.measure_own = options.measure_reduced = true;
-  return options;
-}
-
-TEST(BucketMessage, OwnSquares_AreByMember_AndShowWhatIsNotFinite) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  for (const bool early : {false, true}) {
-    Rank rank(Kind::kFlat,
-              {at::zeros({2}).requires_grad_(), at::zeros({2}).requires_grad_(),
-               at::zeros({0}).requires_grad_(), at::zeros({2}).requires_grad_(),
-               at::zeros({2}).requires_grad_(), at::zeros({2}).requires_grad_()},
-              measuring(Setting{at::kFloat, true, false}.options()));
-    const double values[] = {-3.0, NAN, 0.0, kInfinity, 9.0, 2.0};
-    for (size_t i = 0; i < rank.variables.size(); ++i) {
-      rank.grad(i) = at::ones_like(rank.variables[i]).detach();
-      if (rank.grad(i).numel() > 0) rank.grad(i)[1] = values[i];
-    }
-    rank.grad(5) = at::Tensor();
-    if (early) rank.message.copy_early(0, 1.0);
-    Used used = rank.all();
-    used[4] = used[5] = 0;
-    rank.message.pack(used, 1.0);
-    const at::Tensor own = at::tensor(rank.message.own_squares(), at::kDouble);
-    const at::Tensor expected =
-        at::tensor({10.0, double{NAN}, 0.0, kInfinity, 0.0, 0.0}, at::kDouble);
-    EXPECT_TRUE(at::allclose(own, expected, 0, 0, /*equal_nan=*/true)) << own;
-  }
-  Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()}, measuring());
-  sparse.grad(0) = sparse_rows({1, 1}, -2.0);
-  sparse.message.pack({1}, 0.5);
-  EXPECT_EQ(sparse.message.own_squares(), std::vector<double>{2 * 16.0});
-  // Finite values whose squares overflow.
-  Rank huge(Kind::kFlat, {at::zeros({2}, at::kDouble).requires_grad_()}, measuring());
-  huge.grad(0) = at::full({2}, 1e200, at::kDouble);
-  huge.message.pack({1}, 0.5);
-  EXPECT_EQ(huge.message.own_squares(), std::vector<double>{std::numeric_limits<double>::max()});
-}
-
-// Oracle: float64 sums of .grad before (from a copy) and after.
-TEST(BucketMessage, Squares_AreOfGradientsBeforeAndAfter_WhateverTheWayOfCopying) {
-  for (const at::ScalarType dtype :
-       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat}) {
-    for (const bool views : {false, true}) {
-      for (const bool in_fp32 : {false, true}) {
-        for (const int way : {0, 1, 2, 3}) {
-          MessageOptions options = measuring();
-          options.gradient_as_bucket_view = views;
-          options.allreduce_always_fp32 = in_fp32;
-          Rank rank(
-              Kind::kFlat,
-              {at::zeros({37}, dtype).requires_grad_(), at::zeros({5, 3}, dtype).requires_grad_()},
-              options);
-          std::vector<double> own;
-          const auto squares = [](const at::Tensor& grad) {
-            const at::Tensor values = grad.is_complex() ? at::view_as_real(grad) : grad;
-            return values.to(at::kDouble).square().sum().item<double>();
-          };
-          for (size_t i = 0; i < 2; ++i) {
-            rank.grad(i) = at::randn(rank.variables[i].sizes()).to(dtype);
-            own.push_back(squares(rank.grad(i)));
-          }
-          if (way >= 1) rank.message.copy_early(0, 0.5);
-          if (way == 2 && views &&
-              rank.grad(0).defined() == false) {  // another gradient for one that has moved
-            const at::Tensor more = at::ones({37}, dtype);
-            rank.grad(0) = more;
-            const at::Tensor sum = rank.message.slots()[0].view * 2 + more;
-            own[0] = squares(sum);
-            rank.message.copy_early(0, 0.5);
-          }
-          if (way == 3) {  // copied too early: it changes
-            if (rank.grad(0).defined()) {
-              rank.grad(0).mul_(3);
-              own[0] = squares(rank.grad(0));
-            }
-          }
-          rank.message.pack(rank.all(), 0.5);
-          const std::vector<double> found = rank.message.own_squares();
-          const double tolerance = c10::toRealValueType(dtype) == at::kDouble ? 1e-12
-                                   : at::isReducedFloatingType(dtype)         ? 2e-2
-                                                                              : 1e-5;
-          for (size_t i = 0; i < 2; ++i) EXPECT_NEAR(found[i] / own[i], 1, tolerance) << dtype;
-          rank.message.unpack(3.0, rank.all(0));
-          for (size_t i = 0; i < 2; ++i) {
-            EXPECT_NEAR(rank.message.slots()[i].squares / squares(rank.grad(i)), 1, 1e-6)
-                << dtype << views << in_fp32 << way;
-            EXPECT_NEAR(squares(rank.grad(i)) / (2.25 * own[i]), 1, 2 * tolerance) << dtype;
-          }
-        }
-      }
-    }
-  }
-}
-
 // If values are scaled while they are copied out, buffers() scales the buffer on request.
 TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
   Rank rank(Kind::kFlat, {at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()}, {});
@@ -871,14 +776,13 @@ TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
 TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
   for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
     for (const bool views : {false, true}) {
-      MessageOptions options = measuring();
+      MessageOptions options;
       options.gradient_as_bucket_view = views;
       Rank rank(kind, {at::zeros({3}, at::kFloat).requires_grad_()}, options);
       rank.grad(0) = at::_efficientzerotensor({3}, at::kFloat);
       rank.message.copy_early(0, 1.0);
       rank.message.pack(rank.all(), 1.0);
       EXPECT_TRUE(rank.message.tensor().eq(0).all().item<bool>());
-      EXPECT_EQ(rank.message.own_squares(), std::vector<double>{0.0});
       rank.message.tensor().fill_(5.0);
       rank.message.unpack(0.5, rank.all(0));
       EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());

@@ -194,36 +194,6 @@ TEST(DistributedDataParallelCpp, Weighted_UnevenBatches_IsTheMeanOverAllSamples)
   });
 }
 
-// Oracle: torch's function on copies of the gradients.
-TEST(DistributedDataParallelCpp, GradientStatistics_NormsAndClipping_AreThoseOfTorch) {
-  run_ranks(2, [](int rank, const Group& group) {
-    torch::manual_seed(0);
-    DistributedDataParallel model(
-        torch::nn::Linear(4, 3),
-        DistributedDataParallelOptions().process_group(group).gradient_statistics(true));
-    EXPECT_EQ(model.gradient_statistics().backward, 0);
-    for (const double limit : {1e-3, 1e3}) {
-      for (const at::Tensor& parameter : model.parameters())
-        parameter.mutable_grad() = at::Tensor();
-      model.forward(at::full({2, 4}, rank + 1.0)).square().sum().backward();
-      std::vector<at::Tensor> copies;
-      for (const at::Tensor& parameter : model.parameters()) {
-        copies.push_back(at::zeros_like(parameter));
-        copies.back().mutable_grad() = parameter.grad().clone();
-      }
-      const double expected = torch::nn::utils::clip_grad_norm_(copies, limit);
-      const GradientStatistics found = model.gradient_statistics();
-      EXPECT_NEAR(found.norm / expected, 1, 1e-5);
-      ASSERT_EQ(found.rank_norms.size(), 2u);
-      EXPECT_GT(found.rank_norms[1], found.rank_norms[0]);
-      EXPECT_NEAR(model.clip_grad_norm_(limit) / expected, 1, 1e-5);
-      for (size_t i = 0; i < copies.size(); ++i)
-        EXPECT_TRUE(at::allclose(model.parameters()[i].grad(), copies[i].grad())) << limit;
-      EXPECT_EQ(model.reducer().parameter_norms()[1].name, "bias");
-    }
-  });
-}
-
 // Plain batch norm is per rank, and so may be other buffers.
 TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesIt) {
   run_ranks(3, [](int rank, const Group& group) {

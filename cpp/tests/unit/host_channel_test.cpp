@@ -337,66 +337,6 @@ TEST(HostChannel, RankThatFlushesOrRoundsUpward_SumsAsTheOthersDo) {
   }
 }
 
-// Oracle: float64 sums. The squares of the result have the same bits on every rank, also on one
-// that flushes denormals, whichever rank sums which share. A gradient may be in private or shared
-// memory.
-TEST(HostChannel, SquaresOfWhatIsSummed_AreThoseOfTheValues) {
-  for (const int ranks : {2, 3}) {
-    const Channels channels = testing::connect_channels(ranks);
-    for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
-      for (const int64_t numel : {1, 700, 4097, 300001}) {
-        for (const double scale : {1.0, 1e-24, 1e25}) {
-          for (const bool shared : {false, true}) {
-            std::vector<at::Tensor> inputs;
-            std::vector<double> reduced(ranks);
-            std::vector<std::vector<double>> kept(ranks);
-            for (int rank = 0; rank < ranks; ++rank)
-              inputs.push_back((at::randn({numel}, at::kDouble) * scale).to(dtype));
-            const auto exact = [](const at::Tensor& of) {
-              return of.to(at::kDouble).square().sum().item<double>();
-            };
-            const double expected = exact(reference(inputs, Op::AVG));
-            expect_no_errors(on_ranks(ranks, [&](int rank) {
-              at::Tensor mine = inputs[rank].clone();
-              if (shared) mine = channels[rank]->allocate(numel, mine.options()).copy_(mine);
-              const auto squares = std::make_shared<SquareSums>();
-              auto work = channels[rank]->all_reduce("sum", mine, Op::AVG, squares);
-              const double sent = squares->sent, own = exact(inputs[rank]);
-              work->wait();
-              require(std::abs(sent + squares->kept[rank] - own) <= 1e-5 * own, "own");
-              reduced[rank] = squares->reduced;
-              kept[rank] = squares->kept;
-            }));
-            EXPECT_NEAR(reduced[0], expected, 1e-5 * expected) << dtype << numel << ' ' << scale;
-            for (const double one : reduced) EXPECT_EQ(one, reduced[0]);
-            for (const std::vector<double>& one : kept) EXPECT_EQ(one, kept[0]);
-          }
-        }
-      }
-    }
-    const float nan = std::nanf("");
-    expect_no_errors(on_ranks(ranks, [&](int rank) {
-      at::Tensor mine = at::ones({40000});
-      if (rank == 1) mine.narrow(0, 39999, 1).fill_(nan);
-      const auto squares = std::make_shared<SquareSums>();
-      channels[rank]->all_reduce("sum", mine, Op::SUM, squares)->wait();
-      const double last = squares->sent + squares->kept[rank];
-      require(std::isnan(last) == (rank == 1) && std::isnan(squares->reduced), "lost");
-    }));
-  }
-}
-
-TEST(HostChannel, SquaresThatOnlySomeRanksAskForAreAnError) {
-  const Channels channels = testing::connect_channels(2);
-  const std::vector<std::string> errors = on_ranks(2, [&](int rank) {
-    at::Tensor mine = at::ones({40000});
-    const auto squares = rank == 0 ? std::make_shared<SquareSums>() : nullptr;
-    channels[rank]->all_reduce("sum", mine, Op::SUM, squares)->wait();
-  });
-  for (const std::string& error : errors)
-    EXPECT_NE(error.find("different collectives"), std::string::npos) << error;
-}
-
 TEST(HostChannel, BroadcastOfChanges_WritesWhatDiffersAndSaysSo) {
   const int ranks = 3;
   const Channels channels = testing::connect_channels(ranks);

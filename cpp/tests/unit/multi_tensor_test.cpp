@@ -226,43 +226,5 @@ TEST(SameDenseLayout, ShapeStrideAndGaps_AllCount) {
   EXPECT_FALSE(same_dense_layout(gaps, gaps));
 }
 
-// Hazards: squares that overflow or underflow in float32, and copies with other bits.
-TEST(SumOfSquares, OfAnyValues_IsThatOfDoubles_AndTheSameBitsHoweverTheyCame) {
-  at::manual_seed(1);
-  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
-    for (const int64_t numel : {0, 1, 15, 16, 17, 511, 512, 513, 5000}) {
-      for (const double size : {1.0, 1e-30, 1e30}) {
-        const at::Tensor source = (at::randn({numel}, at::kDouble) * size).to(dtype);
-        const double expected = source.to(at::kDouble).square().sum().item<double>();
-        const double found = sum_of_squares(source);
-        if (std::isfinite(expected)) {
-          EXPECT_NEAR(found, expected, 1e-6 * expected) << dtype << " " << numel << " " << size;
-        } else {
-          EXPECT_FALSE(std::isfinite(found));
-        }
-        at::Tensor target = at::empty_like(source);
-        double copied = -1;
-        ASSERT_TRUE(copy_in_one_pass(target, source, 1.0, &copied));
-        EXPECT_TRUE(target.equal(source) || !std::isfinite(expected));
-        EXPECT_TRUE(copied == found || !std::isfinite(expected));
-        if (dtype != at::kFloat && dtype != at::kDouble) continue;
-        ASSERT_TRUE(copy_in_one_pass(target, source, 0.3, &copied));
-        EXPECT_EQ(copied, sum_of_squares(target)) << "scaled";
-        const at::Tensor in_place = source.clone();
-        ASSERT_TRUE(copy_in_one_pass(in_place, in_place, 0.3, &copied));
-        EXPECT_TRUE(in_place.equal(target));
-        EXPECT_EQ(copied, sum_of_squares(target)) << "in place";
-      }
-    }
-  }
-  at::Tensor values = at::ones({600});
-  values[599] = NAN;
-  EXPECT_TRUE(std::isnan(sum_of_squares(values)));
-  const at::Tensor complex = at::full({3, 2}, c10::complex<float>(3, 4), at::kComplexFloat);
-  EXPECT_EQ(sum_of_squares(complex), 150);
-  EXPECT_EQ(sum_of_squares(at::ones({1, 4}).expand({5, 4})), 20);
-  EXPECT_EQ(sum_of_squares(at::ones({6, 6}).narrow(1, 2, 3)), 18);
-}
-
 }  // namespace
 }  // namespace apex::parallel

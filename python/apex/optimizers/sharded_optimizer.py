@@ -260,7 +260,7 @@ class ShardedOptimizer(ShardedState):
             elsewhere. Clip by :meth:`clip_grad_norm_`, and clear the gradients after each step.
             Each parameter of ``ddp`` that gets a gradient must be in a ShardedOptimizer with this
             option. For ranks that communicate over a network or NCCL. Not with loss scaling
-            (``apex.amp``, ``GradScaler``), ``gradient_statistics``, or ``gradient_average=False``.
+            (``apex.amp``, ``GradScaler``), or ``gradient_average=False``.
         whole_parameters: True: parameters are not split. By default they are split if the class is
             in :data:`ELEMENTWISE`.
         shard_master_weights: at level O2 of ``apex.amp``, each rank holds the float32 master

@@ -10,7 +10,6 @@ from torch.distributed import ReduceOp
 from apex.parallel import LARC
 from apex.parallel._stalls import stall_report
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
-from apex.parallel.gradient_statistics import GradientStatistics, ParameterNorms
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.overlapped_optimizer import OverlappedOptimizer
 from apex.parallel.straggler_report import RankTimes, StragglerReport
@@ -24,11 +23,9 @@ from apex.parallel.syncbn_convert import (
 __all__ = [
     "BucketOverlap",
     "DistributedDataParallel",
-    "GradientStatistics",
     "LARC",
     "OverlapReport",
     "OverlappedOptimizer",
-    "ParameterNorms",
     "RankTimes",
     "ReduceOp",
     "Reducer",

@@ -142,11 +142,6 @@ class Engine:
         self._copied = None
         return reducer
 
-    @property
-    def measures_gradients(self) -> bool:
-        """Whether the option ``gradient_statistics`` is on."""
-        return bool(self._options.reducer["gradient_statistics"])
-
     def steps_skipped(self) -> int:
         """The number of steps skipped by the current reducer."""
         return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])

@@ -35,7 +35,6 @@ from apex.parallel._tensor_lists import (
 )
 from apex.parallel._timeline import FORWARD
 from apex.parallel._weight import Weight
-from apex.parallel.gradient_statistics import GradientStatistics, ParameterNorms, clip
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
 from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
@@ -143,9 +142,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite``, a
             non-finite gradient counts as a failure of all processes. With ``"skip"``, the host
             waits for a GPU in every backward.
-        gradient_statistics: measure gradients while they are copied, for
-            :meth:`gradient_statistics` and :meth:`clip_grad_norm_`. On a GPU, this costs one read
-            of the gradients before the average and one after it, and the host waits.
         replica_check_every: compare the state of all processes bit for bit. Each synchronized
             backward compares a part, so that this many backwards compare all of it; 0: never. None,
             the default, is 100 where the check is free: for parameters on the CPU, with
@@ -209,7 +205,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         check_finite: bool = False,
         registered_buffers: bool = False,
         on_failure: str = "raise",
-        gradient_statistics: bool = False,
         replica_check_every: int | None = None,
         on_divergence: str = "warn",
     ) -> None:
@@ -284,7 +279,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
                 "gradient_predivide_factor": self.gradient_predivide_factor,
                 "check_steps": self.check_reduction,
                 "skip_failed_steps": on_failure == "skip",
-                "gradient_statistics": _options.switch("gradient_statistics", gradient_statistics),
                 "replica_check_every": self.replica_check_every,
                 "on_divergence": self.on_divergence,
                 "begins_alike": self.init_sync,
@@ -800,63 +794,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
         return StragglerReport(**report, ranks=ranks)
 
-    # --- gradients ---
-
-    def gradient_statistics(self) -> GradientStatistics | None:
-        """Norms by process, gradient noise scale and outliers of the last measured backward.
-
-        Requires ``gradient_statistics=True``. The result is the same on every process. It describes
-        the last synchronized backward that averaged gradients, even if an error about them
-        (``check_finite``) ended it; None if there was none. A parameter that a process did not use
-        counts as zero in the norm of that process, even if it still has an older gradient. When a
-        parameter is used for the first time, its gradient is reduced outside of the plan, and
-        counts only in ``norm``. With loss scaling, norms are those of the scaled loss.
-
-        Raises:
-            RuntimeError: without the option.
-        """
-        self._require_statistics()
-        found = self._reducer.gradient_statistics()
-        return None if found is None else GradientStatistics(**found)
-
-    def parameter_norms(self) -> list[ParameterNorms]:
-        """Norms by parameter: of the averaged gradient, and of this process's own gradient.
-
-        Raises:
-            RuntimeError: without ``gradient_statistics=True``.
-        """
-        self._require_statistics()
-        return [ParameterNorms(**one) for one in self._reducer.parameter_norms()]
-
-    def _require_statistics(self) -> None:
-        if not self._engine.measures_gradients:
-            raise RuntimeError(
-                "gradients are not measured: construct the wrapper with gradient_statistics=True "
-                "on every process."
-            )
-
-    @untraced
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Like ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its result.
-
-        With ``gradient_statistics=True`` the norm is known on the CPU, and no pass over the
-        gradients is needed unless they were changed after backward. Changes (for example by
-        unscaling) are detected, except single elements that were changed through ``.data``. For
-        changed gradients, or without the option, this calls torch's function.
-
-        Returns:
-            The norm before clipping, ``[]``, in float32 or the gradients' dtype.
-
-        Raises:
-            RuntimeError: with ``error_if_nonfinite``, if the norm is infinite or NaN.
-        """
-        if self._engine.hooks.into_shards:
-            raise RuntimeError(
-                "a rank has only a share of the gradients: call clip_grad_norm_() of the "
-                "ShardedOptimizer."
-            )
-        covered = self._engine.parameters
-        return clip(self.module, self._reducer, covered, max_norm, error_if_nonfinite)
 
     # --- copies: the engine and the groups belong to the process ---
 

@@ -17,7 +17,6 @@
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
-#include <torch/nn/utils/clip_grad.h>
 
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
@@ -100,7 +99,6 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(bool, check_finite)
   APEX_REDUCER_ARG(std::optional<bool>, check_steps)
   APEX_REDUCER_ARG(bool, skip_failed_steps)
-  APEX_REDUCER_ARG(bool, gradient_statistics)
   APEX_REDUCER_ARG(std::optional<int64_t>, replica_check_every)
   APEX_REDUCER_ARG(OnDivergence, on_divergence)
 #undef APEX_REDUCER_ARG
@@ -286,30 +284,6 @@ class DistributedDataParallel {
   bool step_skipped() const {
     require_here();
     return reducer_->step_skipped();
-  }
-
-  /// With the option gradient_statistics: see Reducer::gradient_statistics().
-  GradientStatistics gradient_statistics() const {
-    require_here();
-    return reducer_->gradient_statistics();
-  }
-  /// Clips like torch::nn::utils::clip_grad_norm_(parameters(), max_norm), with the same result:
-  /// multiplies all gradients by max_norm / norm if that is less than 1, and returns the norm
-  /// before clipping. With the option gradient_statistics, CPU gradients that did not change since
-  /// backward are not read again for the norm; see Reducer::gradient_norm(). On other devices the
-  /// host waits.
-  double clip_grad_norm_(double max_norm) {
-    require_here();
-    const std::optional<double> norm = reducer_->gradient_norm();
-    if (!norm) return torch::nn::utils::clip_grad_norm_(parameters(), max_norm);
-    const double scale = max_norm / (*norm + 1e-6);
-    if (scale < 1 || std::isnan(scale)) {
-      const at::NoGradGuard no_grad;
-      for (const at::Tensor& parameter : parameters()) {
-        if (parameter.grad().defined()) parameter.mutable_grad().mul_(scale);
-      }
-    }
-    return *norm;
   }
 
   /// The wrapped module: `model->fc1`, `model.module()`.

@@ -92,8 +92,7 @@ class APEX_API ParameterShards {
   ///                 parameter, the first counts.
   /// @param reducer  which gets the hook.
   /// @throws InvalidArgument if it has other ranks than their group(), or is made with
-  ///         gradient_statistics or gradient_average=false. In backward: for a parameter that none
-  ///         of them has.
+  ///         gradient_average=false. In backward: for a parameter that none of them has.
   static std::shared_ptr<CommHook> comm_hook(const std::vector<const ParameterShards*>& all,
                                              const Reducer& reducer);
 

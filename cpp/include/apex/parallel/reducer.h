@@ -14,7 +14,6 @@
 #include <apex/export.h>
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
-#include <apex/parallel/gradient_statistics.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
 #include <apex/parallel/straggler_report.h>
@@ -124,11 +123,6 @@ struct ReducerOptions {
   /// skip_step(), instead of throwing. With check_finite, an infinite or NaN gradient makes every
   /// rank skip the step. On devices other than the CPU the host then waits in every backward.
   bool skip_failed_steps = false;
-
-  /// Measure gradients while they are copied, for gradient_statistics(). On devices other than the
-  /// CPU this costs one more read of the gradients before the average and one after it, and the
-  /// host waits.
-  bool gradient_statistics = false;
 
   /// Compare the trainable parameters of all ranks bit for bit. Each synchronized backward compares
   /// a part; this number of backwards compares all of them. 0 turns the comparison off. The default
@@ -304,18 +298,6 @@ class APEX_API Reducer {
   /// The divisor of the last synchronized backward, the same on every rank; 0 before the first. May
   /// be called at any time.
   double total_weight() const;
-
-  /// How large the ranks' gradients were in the last synchronized backward that ended without an
-  /// exception; the same on every rank. Empty without the option gradient_statistics. May be called
-  /// at any time; does not block.
-  GradientStatistics gradient_statistics() const;
-  /// The same for each parameter, in the order of parameters().
-  std::vector<ParameterNorms> parameter_norms() const;
-  /// GradientStatistics::norm, if no gradient changed since the last backward. nullopt without the
-  /// option, on devices other than the CPU, or if a gradient was replaced or changed. Changes are
-  /// detected from the gradient's version and a sample of its elements, so a change of single
-  /// elements through .data() may be missed.
-  std::optional<double> gradient_norm() const;
 
   /// Also compares `replicas()`, besides the parameters; see ReducerOptions::replica_check_every.
   /// `replicas` is called in some synchronized backwards, on the thread that ends them. It must
