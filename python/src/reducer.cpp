@@ -5,13 +5,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <apex/distributed/collectives.h>
@@ -193,26 +191,6 @@ std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object c
   };
 }
 
-std::function<std::vector<parallel::Replica>()> replicas_of(nb::object function) {
-  return [held = held_without_gil(std::move(function))] {
-    const nb::gil_scoped_acquire gil;
-    std::vector<parallel::Replica> replicas;
-    try {
-      using Row = std::tuple<std::string, at::Tensor, bool>;
-      for (auto& [name, tensor, may_differ] : nb::cast<std::vector<Row>>((*held)()))
-        replicas.push_back({{std::move(name), std::move(tensor)}, may_differ});
-    } catch (const nb::python_error& error) {
-      throw Error(std::string("to list the tensors that should be equal raised ") + error.what());
-    }
-    return replicas;
-  };
-}
-
-const std::vector<std::pair<std::string, parallel::OnDivergence>> kOnDivergence = {
-    {"raise", parallel::OnDivergence::kRaise},
-    {"warn", parallel::OnDivergence::kWarn},
-    {"resync", parallel::OnDivergence::kResync}};
-
 }  // namespace
 
 void init_reducer(nb::module_& m) {
@@ -263,12 +241,11 @@ void init_reducer(nb::module_& m) {
       .def_prop_rw(
           "on_divergence",
           [](const ReducerOptions& self) {
-            return kOnDivergence[static_cast<size_t>(self.on_divergence)].first;
+            return self.on_divergence == parallel::OnDivergence::kRaise ? "raise" : "warn";
           },
           [](ReducerOptions& self, const std::string& name) {
-            for (const auto& [known, action] : kOnDivergence) {
-              if (known == name) self.on_divergence = action;
-            }
+            self.on_divergence =
+                name == "raise" ? parallel::OnDivergence::kRaise : parallel::OnDivergence::kWarn;
           })
       .def_rw("settings", &ReducerOptions::settings);
 
@@ -295,18 +272,6 @@ void init_reducer(nb::module_& m) {
       .def("end_weight", &Reducer::end_weight, release())
       .def("take_weight", &Reducer::take_weight, nb::arg("other"), release())
       .def_prop_ro("total_weight", &Reducer::total_weight, release())
-      .def(
-          "set_replicas",
-          [](Reducer& self, nb::object replicas, nb::object taken_over) {
-            auto list = replicas_of(std::move(replicas));
-            auto after = [held = held_without_gil(std::move(taken_over))] {
-              const nb::gil_scoped_acquire gil;
-              (*held)();
-            };
-            const nb::gil_scoped_release no_gil;
-            self.set_replicas(std::move(list), std::move(after));
-          },
-          nb::arg("replicas"), nb::arg("taken_over"))
       .def("check_replicas_next", &Reducer::check_replicas_next, release())
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())

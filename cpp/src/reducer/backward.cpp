@@ -307,8 +307,8 @@ void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
 /// Launches the remaining buckets, then the report.
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
-  report.digest = reporter_.replicas.digest(report.facts);
   const auto packed = [&] {
+    report.digest = reporter_.replicas.digest(report.facts, reporter_.trainable);
     if (context_.options.check_finite) report.non_finite = reporter_.finite.first();
     if (plan.carries_report) {
       const BucketMessage& last = plan.entries.back().message;
@@ -707,35 +707,17 @@ void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots
   }
 }
 
-/// All ranks see the same digests, so all take the same decisions here.
 void Backward::compare_replicas(const StepTable& table) {
   if (pass_.skipped || !pass_.out_of_step.empty()) return;
-  reporter_.replicas.received(table);
-  if (table.same_digests()) return;
-  const std::string why = reporter_.replicas.locate();
+  std::string why = reporter_.replicas.compare(table);
   if (why.empty()) return;
-  const OnDivergence action = context_.options.on_divergence;
-  if (action == OnDivergence::kResync && reporter_.replicas.resync_helps()) {
-    const std::string whose = reporter_.replicas.resync();
-    reporter_.tracker.forget();
-    // Skip the step unless the callback has already used these gradients: one rank computed its
-    // gradients at a different state.
-    pass_.skipped = !context_.bucket_callback;
-    if (context_.members.rank == 0)
-      notify(why + ". " + whose + (pass_.skipped ? ", and this step is skipped" : ""));
-    return;
-  }
-  const std::string told =
-      why + (action == OnDivergence::kResync
-                 ? ". Copies of the majority's state have not helped, so something else differs, "
-                   "such as the state of optimizers: load a checkpoint of both on every rank"
-                 : ": load a checkpoint on every rank, or construct with on_divergence='resync', "
-                   "which copies the majority's state to all ranks; if they differ on purpose, use "
-                   "replica_check_every=0");
-  if (action != OnDivergence::kWarn) {
-    pass_.out_of_step = context_.me() + told;
+  why +=
+      ": load a checkpoint on every rank; if the ranks differ on purpose, use "
+      "replica_check_every=0";
+  if (context_.options.on_divergence == OnDivergence::kRaise) {
+    pass_.out_of_step = context_.me() + why;
   } else if (context_.members.rank == 0) {
-    notify(told);
+    notify(why);
   }
 }
 

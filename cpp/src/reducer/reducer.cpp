@@ -362,14 +362,6 @@ double Reducer::total_weight() const {
   return core_->read([](const ReducerState& state) { return state.context.total_weight; });
 }
 
-void Reducer::set_replicas(std::function<std::vector<Replica>()> replicas,
-                           std::function<void()> taken_over) {
-  core_->between_backwards("set_replicas()", [&](ReducerState& state) {
-    state.reporter.replicas.others = std::move(replicas);
-    state.reporter.replicas.taken_over = std::move(taken_over);
-  });
-}
-
 void Reducer::check_replicas_next() {
   core_->note([](ReducerState& state) { state.reporter.replicas.compare_all_next(); });
 }

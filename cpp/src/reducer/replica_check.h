@@ -4,8 +4,6 @@
 /// Checks that all ranks hold the same state.
 
 #include <cstdint>
-#include <functional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -27,9 +25,8 @@ namespace apex::parallel::detail {
 // that in the same report. They then exchange the digests of all tensors, which show the ranks that
 // differ from the majority, and the first tensor that differs.
 //
-// On request, other tensors are compared along with the parameters. Some of them must be equal,
-// such as master weights. Others are often equal, such as buffers of SyncBatchNorm; a tensor that
-// differs in the first round is not compared again. Frozen parameters are not compared.
+// The comparison covers trainable parameters. A rank may write frozen parameters alone, for example
+// a memory bank or a moving average.
 //
 // A rank that has loaded state sends a digest of all of it once, instead of a part. If the other
 // ranks have not loaded state, their digests differ in any case, and the digests of all tensors
@@ -39,53 +36,39 @@ namespace apex::parallel::detail {
 // may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
 // in a step whose parameters were updated after a backward of only this rank. Nothing is ever
 // compared under join(), or while deferred backwards have buckets in flight.
+//
+// All decisions depend only on the digests in the reports, which all ranks have received: whether a
+// backward counts, whether digests of all tensors follow, and whether a difference is reported. If
+// one rank compares nothing, its digest is 0, and the backward counts on no rank.
 
-/// The comparison of the state of all ranks. Not thread safe.
+/// The comparison of the parameters of all ranks. Not thread safe.
 class ReplicaCheck {
  public:
   explicit ReplicaCheck(ReducerContext& context) : context_(context) {}
 
-  /// Other tensors that should be equal: see Reducer::set_replicas().
-  std::function<std::vector<Replica>()> others;
-  std::function<void()> taken_over;  ///< called after resync(), if set
-
-  /// Compares the whole state in the next backward. Call it after state was loaded.
+  /// Compares all parameters in the next backward. Call it after state was loaded.
   void compare_all_next() { all_next_ = true; }
   /// The digest of the part that this backward compares; 0 if it compares nothing. Call it when
   /// this rank has computed its gradients.
-  int64_t digest(const StepFacts& facts);
-  /// Call it when the digests of all ranks have been received, in a valid backward.
-  void received(const StepTable& table);
-  /// Call it if digests differ. Describes the ranks and tensors that differ. Empty if they may
-  /// differ or were reported before. Collective; blocks the host.
-  std::string locate();
-  /// After locate() has reported a difference: all ranks take over the differing tensors of the
-  /// majority. Collective; blocks the host. Describes whose.
-  std::string resync();
-  /// False if ranks differ again and again. Then something else differs, such as optimizer states.
-  bool resync_helps() const { return reported_ <= kTries; }
+  /// @param trainable  by parameter; the same on every rank in a valid backward.
+  int64_t digest(const StepFacts& facts, const std::vector<bool>& trainable);
+  /// Call it in each valid backward whose reports were read. Describes the ranks and parameters
+  /// that differ. Empty if none do, or if they were reported before. Collective if digests differ;
+  /// blocks the host then.
+  std::string compare(const StepTable& table);
 
  private:
-  static constexpr int64_t kTries = 3;
-
   bool compares() const;
   int64_t parts() const;
-  void look(bool at_others);
-  bool same_lists();
+  std::string locate();
 
   ReducerContext& context_;
-  std::vector<NamedTensor> state_;  ///< the compared tensors: parameters, then others
-  std::vector<bool> may_differ_;    ///< by tensor of `state_`
-  size_t parameters_ = 0;           ///< number of parameters in `state_`
-  std::set<std::string> differing_;
-  int64_t compared_ = 0;           ///< number of parts compared
-  int64_t reported_ = 0;           ///< number of differences reported
-  int64_t since_reported_ = 0;     ///< parts compared since the last reported difference
-  bool all_next_ = false;          ///< see compare_all_next()
-  bool all_compared_ = false;      ///< the last digest is of the whole state
-  bool with_buffers_ = true;       ///< tensors that may differ are compared
-  int like_ = 0;                   ///< the rank whose tensors the others take over
-  std::vector<at::Tensor> apart_;  ///< the tensors that they take over
+  std::vector<NamedTensor> state_;  ///< the compared parameters
+  std::vector<bool> trainable_;     ///< the set that `state_` lists
+  int64_t reported_ = 0;            ///< number of differences found
+  int64_t since_reported_ = 0;      ///< parts compared since the last difference
+  bool all_next_ = false;           ///< see compare_all_next()
+  bool all_compared_ = false;       ///< the last digest is of all parameters
 };
 
 }  // namespace apex::parallel::detail

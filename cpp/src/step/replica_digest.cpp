@@ -127,16 +127,11 @@ std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors) {
   return digests;
 }
 
-Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks,
-                           const std::vector<bool>& counts) {
-  const size_t tensors = counts.size();
+Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks, size_t tensors) {
   std::map<std::vector<int64_t>, std::vector<int>> groups;
   for (size_t rank = 0; rank < ranks; ++rank) {
-    std::vector<int64_t> own;
-    for (size_t i = 0; i < tensors; ++i) {
-      if (counts[i]) own.push_back(digests[rank * tensors + i]);
-    }
-    groups[own].push_back(static_cast<int>(rank));
+    const auto own = digests.begin() + static_cast<int64_t>(rank * tensors);
+    groups[{own, own + static_cast<int64_t>(tensors)}].push_back(static_cast<int>(rank));
   }
   Divergence found;
   const std::vector<int>* most = nullptr;
@@ -156,7 +151,7 @@ Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks,
     bool same = true;
     for (size_t rank = 1; rank < ranks; ++rank)
       same = same && digests[rank * tensors + i] == digests[i];
-    if (counts[i] && !same) found.tensors.push_back(i);
+    if (!same) found.tensors.push_back(i);
   }
   return found;
 }

@@ -34,8 +34,6 @@ struct Divergence {
   int like = 0;                 ///< the first rank of the largest group
 };
 /// @param digests  [ranks * tensors], by rank.
-/// @param counts   by tensor: whether it is compared.
-Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks,
-                           const std::vector<bool>& counts);
+Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks, size_t tensors);
 
 }  // namespace apex::parallel

@@ -213,14 +213,12 @@ bool StepTable::used_any(size_t rank) const {
   return std::any_of(used, used + words_for(parameters_), [](int64_t word) { return word != 0; });
 }
 
+bool StepTable::has_digests() const {
+  return !any(reports_, [](const StepReport& one) { return one.digest == 0; });
+}
+
 bool StepTable::same_digests() const {
-  int64_t digest = 0;
-  for (const StepReport& one : reports_) {
-    if (one.digest == 0) continue;
-    if (digest != 0 && one.digest != digest) return false;
-    digest = one.digest;
-  }
-  return true;
+  return !any(reports_, [&](const StepReport& one) { return one.digest != of(0).digest; });
 }
 
 double StepTable::total_weight() const {

@@ -124,8 +124,9 @@ class StepTable {
   bool any_failed() const;
   bool skipped() const;
   double total_weight() const;  ///< valid if why_refused() is empty
-  bool same_digests() const;    ///< among the ranks that have one
-  bool all_left() const;        ///< of the ranks with data
+  bool has_digests() const;     ///< all ranks have compared something
+  bool same_digests() const;
+  bool all_left() const;  ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;
   /// Whether the communication hook failed on some ranks but not on all. Then the messages of hooks

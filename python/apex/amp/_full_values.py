@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,14 +136,6 @@ def record_of(parameter: torch.Tensor) -> FullValue:
     if record is None:
         record = _records[parameter] = FullValue()
     return record
-
-
-def masters_of(
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, parameter and master weight of each given parameter that has a master weight."""
-    known = ((name, p, _records.get(p)) for name, p in named)
-    return [(name, p, r.master) for name, p, r in known if r is not None and r.master is not None]
 
 
 def remember(parameter: torch.Tensor, value: torch.Tensor) -> None:

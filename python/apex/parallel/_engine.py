@@ -21,7 +21,7 @@ from apex._internal.joining import Announcer
 from apex._internal.optimizer_steps import watch_optimizers
 from apex.parallel import _buffers, _options
 from apex.parallel._hooks import Hooks
-from apex.parallel._replicas import Replicas, watch_loads
+from apex.parallel._replicas import watch_loads
 from apex.parallel._watched_module import WatchedModule, included_parameters
 
 
@@ -112,8 +112,6 @@ class Engine:
         options.settings = self._settings()
         groups = [name_of(group) for group in self.groups]
         reducer = _core.Reducer(names, watched.parameters, groups, options)
-        replicas = Replicas(self)
-        reducer.set_replicas(replicas, replicas.taken_over)
         reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
         if self.broadcast_buffers:
             _buffers.check(self.module, self.groups[0], self._options.ignored)
@@ -147,7 +145,7 @@ class Engine:
         return 0 if self.reducer is None else int(self.reducer.statistics()["steps_skipped"])
 
     def check_replicas_next(self) -> None:
-        """Let the next backward compare all of the state of all ranks."""
+        """Let the next backward compare all parameters of all ranks."""
         if self.reducer is not None:  # else a copy: its first backward compares all
             self.reducer.check_replicas_next()
 

@@ -142,17 +142,14 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite``, a
             non-finite gradient counts as a failure of all processes. With ``"skip"``, the host
             waits for a GPU in every backward.
-        replica_check_every: compare the state of all processes bit for bit. Each synchronized
-            backward compares a part, so that this many backwards compare all of it; 0: never. None,
-            the default, is 100 where the check is free: for parameters on the CPU, with
-            ``init_sync``, without a communication hook and unless ``check_reduction=False``. The
-            state consists of parameters, master weights of ``amp``, and buffers of SyncBatchNorm.
+        replica_check_every: compare the trainable parameters of all processes bit for bit. Each
+            synchronized backward compares a part, so that this many backwards compare all of them;
+            0: never. None, the default, is 100 where the check is free: for parameters on the CPU,
+            with ``init_sync``, without a communication hook and unless ``check_reduction=False``.
             Costs one read of the part. Not available under :meth:`join` or with an
             :class:`OverlappedOptimizer`.
-        on_divergence: what to do if the states differ. ``"warn"`` writes to rank 0's standard error
-            and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
-            ``"resync"`` warns, copies the state that most processes hold (or the first one) to all,
-            and skips the step; it raises the fourth time without a clean round in between.
+        on_divergence: what to do if the parameters differ. ``"warn"`` writes to rank 0's standard
+            error and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
         registered_buffers: allocate the buckets from the backend's own memory, if it has any. NCCL
             registers this memory with the communicator, and may then reduce without copying.
             Without such memory, a warning is logged once and torch's memory is used.
@@ -264,7 +261,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         )
         self.registered_buffers = registered_buffers
         self.on_failure = _options.one_of("on_failure", on_failure, ("raise", "skip"))
-        actions = ("raise", "warn", "resync")
+        actions = ("raise", "warn")
         self.on_divergence = _options.one_of("on_divergence", on_divergence, actions)
         self.replica_check_every = _options.checks_every(replica_check_every)
         options = EngineOptions(

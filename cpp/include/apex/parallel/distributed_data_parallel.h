@@ -507,19 +507,8 @@ class DistributedDataParallel {
       options.settings.push_back("broadcast_buffers=C++");
       options.settings.insert(options.settings.end(), buffers_.begin(), buffers_.end());
     }
-    auto reducer = std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
-                                             std::move(options));
-    // Ranks compute these buffers together. The values of other buffers may differ between ranks.
-    std::vector<Replica> buffers;
-    for (const auto& module : own().named_modules("", /*include_self=*/false)) {
-      if (module.value()->template as<SyncBatchNormImpl>() == nullptr) continue;
-      for (const auto& item : module.value()->named_buffers(/*recurse=*/false)) {
-        buffers.push_back(
-            {{"buffer '" + module.key() + '.' + item.key() + "'", item.value()}, true});
-      }
-    }
-    reducer->set_replicas([buffers = std::move(buffers)] { return buffers; });
-    return reducer;
+    return std::make_unique<Reducer>(std::move(named), std::vector{process_group()},
+                                     std::move(options));
   }
 
   std::vector<std::string> describe_buffers() const {

@@ -34,21 +34,12 @@ class ReducerCore;
 struct ReductionSite;
 }  // namespace detail
 
-/// What a rank does when it finds that the ranks hold different state; see
+/// What a rank does when it finds that the ranks hold different parameters; see
 /// ReducerOptions::replica_check_every.
 enum class OnDivergence {
-  kRaise,   ///< backward throws RankMismatch on every rank
-  kWarn,    ///< a notice (on_notice()); a difference that stays is reported the 1st, 2nd, 4th, ...
-            ///< time
-  kResync,  ///< a notice; every rank takes the state that most ranks hold (on a tie, the lowest
-            ///< rank's) and skips the step; kRaise if ranks differ for the fourth time without a
-            ///< clean round in between
-};
-
-/// Something that should be equal on all ranks; see Reducer::set_replicas().
-struct Replica {
-  NamedTensor tensor;
-  bool may_differ = false;  ///< ignored for good if the ranks differ in the first round
+  kRaise,  ///< backward throws RankMismatch on every rank
+  kWarn,   ///< a notice (on_notice()); a difference that stays is reported the 1st, 2nd, 4th, ...
+           ///< time
 };
 
 /// Options of the reducer. The defaults are those of NVIDIA Apex, except for the bucket size.
@@ -299,16 +290,10 @@ class APEX_API Reducer {
   /// be called at any time.
   double total_weight() const;
 
-  /// Also compares `replicas()`, besides the parameters; see ReducerOptions::replica_check_every.
-  /// `replicas` is called in some synchronized backwards, on the thread that ends them. It must
-  /// return the same names in the same order on every rank; otherwise only parameters are compared.
-  /// `taken_over` is called after OnDivergence::kResync. Not during backward.
-  void set_replicas(std::function<std::vector<Replica>()> replicas,
-                    std::function<void()> taken_over = {});
-  /// Makes the next synchronized backward compare all of the state instead of a part, for example
-  /// after loading a checkpoint. It compares the same state whether all ranks or only some call
-  /// this. Has no effect where replicas are not compared: see ReducerOptions::replica_check_every.
-  /// Does not block.
+  /// Makes the next synchronized backward compare all parameters instead of a part, for example
+  /// after loading a checkpoint. It compares the same whether all ranks or only some call this. Has
+  /// no effect where replicas are not compared: see ReducerOptions::replica_check_every. Does not
+  /// block.
   void check_replicas_next();
 
   /// Optional check for an optimizer that is about to step these parameters. A step inside
