@@ -4,14 +4,10 @@ them."""
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import numbers
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,29 +25,6 @@ SWITCHES_OF_THE_ENGINE = (
 )  # fmt: skip
 CPU_BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
-
-
-P = ParamSpec("P")
-
-
-def suggests_keywords(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Wrap the constructor so that its error for an unknown keyword suggests the closest one.
-
-    Python 3.13 and newer does this itself.
-    """
-    known = inspect.signature(constructor).parameters
-
-    @functools.wraps(constructor)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() - known.keys():
-            if close := difflib.get_close_matches(name, known, n=1):
-                raise TypeError(
-                    f"{constructor.__qualname__}() got an unexpected keyword argument '{name}'. "
-                    f"Did you mean '{close[0]}'?"
-                )
-        constructor(*args, **kwargs)
-
-    return checked
 
 
 def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth: Any) -> bool:
@@ -301,15 +274,6 @@ def communicators(
             "process_group whose class is written in Python: pass them as allreduce_communicators."
         )
     return [group, *(group_like(group) for _ in range(count - 1))]
-
-
-def warn_ignored(gradient_average_split_factor: Any) -> None:
-    if gradient_average_split_factor is not None:
-        warnings.warn(
-            "gradient_average_split_factor has no effect; gradient_predivide_factor splits the "
-            "division by the world size.",
-            stacklevel=4,  # the caller of the constructor, above suggests_keywords
-        )
 
 
 def move(value: Any, device: torch.device) -> Any:

@@ -162,7 +162,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
     Construction blocks until all processes have joined. Not thread safe.
     """
 
-    @_options.suggests_keywords
     def __init__(
         self,
         module: nn.Module,
@@ -226,7 +225,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             not_served.refuse("DistributedDataParallel(shared_param=...)", ValueError)
         if mixed_precision is not None:
             not_served.refuse("DistributedDataParallel(mixed_precision=...)", ValueError)
-        _options.warn_ignored(gradient_average_split_factor)
         if device_mesh is not None:
             if process_group is not None:
                 raise ValueError(
@@ -251,9 +249,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         self.prof = _options.switch("prof", prof)
         self.dim = dim
         self.init_sync = _options.switch("init_sync", init_sync)
-        self.find_unused_parameters = _options.switch(
-            "find_unused_parameters", find_unused_parameters
-        )
+        self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.check_finite = check_finite
         self.check_reduction = (
@@ -289,12 +285,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             communicators=num_allreduce_streams,
             overlaps=not delay_allreduce,
         )
-        for name, value in (
-            ("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
-            ("batched_grad_copy", batched_grad_copy),
-            ("lazy_bucket_allocation", lazy_bucket_allocation),
-        ):
-            _options.switch(name, value)
         hooks = Hooks()
         copies = _options.switch("broadcast_buffers", broadcast_buffers)
         if forward_sync_buffers is not None:
@@ -310,7 +300,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             warnings.warn(
                 "DistributedDataParallel wraps a module without a parameter that requires a "
                 "gradient, so no gradients are synchronized and forward only calls the module.",
-                stacklevel=3,  # the caller of suggests_keywords' wrapper
+                stacklevel=2,
             )
         engine.connect(process_group, allreduce_communicators, self.init_sync)
         name_layers(module, self.process_group)
