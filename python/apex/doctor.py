@@ -121,7 +121,7 @@ def describe(host: Host) -> Iterator[str]:
     rows = {
         "torch": f"{torch.__version__}, Python {platform.python_version()}",
         "GPUs": ", ".join(host.gpus) or "none that torch can use",
-        "cores": f"{host.cores} of {os.cpu_count()}, {host.threads} threads a process, "
+        "cores": f"{host.cores} of {os.cpu_count()}, threads a process: {host.threads}, "
         f"{torch.backends.cpu.get_cpu_capability()}, load {os.getloadavg()[0]:.1f}",
         "memory": f"{host.available / _GIB:.1f} of {host.total / _GIB:.1f} GiB available, /dev/shm "
         + ("does not exist" if host.shm is None else f"{host.shm / _GIB:.2f} GiB"),
@@ -187,7 +187,7 @@ def _errors(
     found = [y, *torch.autograd.grad(y, inputs, dy), module.running_mean, module.running_var]
     exact = [wanted, *torch.autograd.grad(wanted, wide, dy.double()), *running]
     for got, want in zip(found, exact, strict=True):
-        yield float((got.detach().double() - want.detach()).abs().max() / want.abs().max())
+        yield ((got.double() - want).abs().max() / want.abs().max()).item()
 
 
 def _rank(rank: int, folder: str) -> None:
