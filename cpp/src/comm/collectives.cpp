@@ -25,7 +25,7 @@
 #include "tensor_parts.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
-#include "watch/followed_work.h"
+#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 
@@ -345,7 +345,7 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
     throw_communication_error(what, group,
                               std::make_exception_ptr(Error("the collective did not complete")));
   }
-  if (host_does_not_wait(group)) follow_work(group, what);
+  if (host_does_not_wait(group)) remember_launched(group, what, work);
 }
 
 void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& group) {

@@ -3,13 +3,13 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <apex/distributed/process_group.h>
 
@@ -61,19 +61,12 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
 /// Returns immediately; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);
 
-/// A recorded position in a CUDA stream.
-class StreamMark {
- public:
-  virtual ~StreamMark() = default;
-  /// Records the current position of the current stream. Returns false during graph capture, and
-  /// then leaves the mark unchanged.
-  virtual bool set() = 0;
-  /// Whether the stream has reached the mark. May be called on any thread; does not block.
-  virtual bool reached() = 0;
-};
+/// Whether the current CUDA stream is captured into a graph.
+bool is_capturing();
 
-/// Creates a mark on the current device; null in a build without NCCL.
-std::unique_ptr<StreamMark> make_stream_mark();
+/// Whether the GPU has completed `work` of an NCCL backend. May be called on any thread; does not
+/// block, and does not disturb a capture on another thread.
+bool has_completed(c10d::Work& work);
 
 /// Throws apex::InvalidArgument in a build without NCCL.
 void require_nccl();

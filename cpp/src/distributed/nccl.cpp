@@ -3,7 +3,6 @@
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <distributed/backends.h>
 
@@ -20,44 +19,18 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
                                                      std::move(options));
 }
 
-namespace {
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
 
-/// Never throws: it may be used while the process exits, after the driver has shut down.
-class Event final : public StreamMark {
- public:
-  Event() { cudaEventCreateWithFlags(&event_, cudaEventDisableTiming); }
-  ~Event() override {
-    if (event_ != nullptr) cudaEventDestroy(event_);
-  }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-
-  bool set() override {
-    if (event_ == nullptr ||
-        c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
-      return false;
-    if (cudaEventRecord(event_, c10::cuda::getCurrentCUDAStream()) == cudaSuccess) return true;
-    cudaGetLastError();  // clear the error, so that the next call does not return it
-    return false;
-  }
-  bool reached() override {
-    // Another thread may be capturing a graph, which this call would invalidate in the default
-    // mode.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
-    if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
-    const cudaError_t state = cudaEventQuery(event_);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaGetLastError();  // clear this thread's error
-    return state != cudaErrorNotReady;
-  }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
-}  // namespace
-
-std::unique_ptr<StreamMark> make_stream_mark() { return std::make_unique<Event>(); }
+bool has_completed(c10d::Work& work) {
+  // Another thread may be capturing a graph, which a query would invalidate in the default mode.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
+  const bool completed = work.isCompleted();
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return completed;
+}
 
 void require_nccl() {}
 

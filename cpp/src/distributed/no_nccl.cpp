@@ -17,7 +17,9 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest&) {
   return {};
 }
 
-std::unique_ptr<StreamMark> make_stream_mark() { return nullptr; }
+bool is_capturing() { return false; }
+
+bool has_completed(c10d::Work& work) { return work.isCompleted(); }
 
 int visible_gpus() { return 0; }
 

@@ -42,8 +42,7 @@ void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& 
   if (values.empty()) return;
   const bool on_gpu =
       std::any_of(values.begin(), values.end(), [](auto& one) { return one.is_cuda(); });
-  const auto mark = on_gpu ? distributed::make_stream_mark() : nullptr;
-  const bool captured = mark && !mark->set();
+  const bool captured = on_gpu && distributed::is_capturing();
   std::vector<at::Tensor> norms;
   if (!captured) norms = norms_of(values, std::numeric_limits<double>::infinity());
   for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());

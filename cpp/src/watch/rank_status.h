@@ -58,7 +58,6 @@ struct Position {
   int64_t call = 0;  ///< number of its last call
   bool in_hook = false;
   int64_t generation = 0;  ///< generation of hook failures
-  bool or_before = false;  ///< the rank may also wait in an earlier call
 };
 
 /// The findings of a waiting rank.

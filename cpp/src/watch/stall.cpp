@@ -14,6 +14,7 @@
 
 #include <apex/parallel/stall_report.h>
 
+#include "distributed/backends.h"
 #include "watch/forced_unwind.h"
 #include "watch/notice.h"
 #include "watch/stall_verdict.h"
@@ -184,8 +185,27 @@ int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
   return asked;
 }
 
+/// The wait of a group's GPU. Used on the store's thread.
+struct GpuWait {
+  c10::intrusive_ptr<c10d::Work> work;  ///< the last launched one when the wait began
+  std::optional<StallWatch> stall;
+
+  void poll(const WatchedGroupPtr& group) {
+    if (work && !distributed::has_completed(*work)) return stall->poll();
+    stall.reset();
+    Launched last;
+    {
+      const std::lock_guard<std::mutex> lock(group->mutex);
+      last = std::exchange(group->launched, {});
+    }
+    work = last.work;
+    if (work) stall.emplace(group, last);
+  }
+};
+
 /// Reschedules itself; stops with the group or the store.
-void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
+void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen,
+            const std::shared_ptr<GpuWait>& gpu) {
   const WatchedGroupPtr group = weak.lock();
   if (!group) return;
   {
@@ -195,6 +215,7 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
   }
   bool goes_on = true;
   try {
+    gpu->poll(group);
     // An exited process may have hosted the store, and torch logs every call to a lost store.
     if (look_around(*group, ProcessState::kEnded).empty())
       group->store->run([&](c10d::Store& store) { seen = look_and_answer(*group, store, seen); });
@@ -204,7 +225,7 @@ void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen) {
     goes_on = group->store->is_there();  // the store may become reachable again
   }
   if (goes_on) {
-    group->store->thread().run([weak, seen] { answer(weak, seen); },
+    group->store->thread().run([weak, seen, gpu] { answer(weak, seen, gpu); },
                                Clock::now() + between_answers(*group));
   }
   const std::lock_guard<std::mutex> lock(stalls().mutex);
@@ -221,8 +242,22 @@ void end_answers() {
 }
 
 void answer_stalls(const WatchedGroupPtr& group) {
-  group->store->thread().run([weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0); },
-                             Clock::now() + between_answers(*group));
+  group->store->thread().run(
+      [weak = std::weak_ptr<WatchedGroup>(group)] {
+        answer(weak, 0, std::make_shared<GpuWait>());
+      },
+      Clock::now() + between_answers(*group));
+}
+
+void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
+                       const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
+  const WatchedGroupPtr one = find_watched(group);
+  if (!one || distributed::is_capturing()) return;
+  Launched before{work, one->calls.last_number(), what};
+  const std::lock_guard<std::mutex> lock(one->mutex);
+  std::swap(one->launched, before);
+} catch (...) {
+  // A stall of this call is not reported.
 }
 
 /// State of a wait on the store's thread, which may outlive the wait.
@@ -345,8 +380,8 @@ StallWatch::StallWatch(const WatchedGroupPtr& group)
   }
 }
 
-StallWatch::StallWatch(const WatchedGroupPtr& group, int64_t call, const std::string& what)
-    : StallWatch(std::make_shared<Waiting>(group, call, what, true)) {}
+StallWatch::StallWatch(const WatchedGroupPtr& group, const Launched& launched)
+    : StallWatch(std::make_shared<Waiting>(group, launched.number, launched.what, true)) {}
 
 StallWatch::StallWatch(std::shared_ptr<Waiting> waiting)
     : waiting_(std::move(waiting)),

@@ -28,9 +28,10 @@ namespace apex::parallel {
 // is in the store: a rank prints only if no other rank has printed since this rank asked, and if
 // the cause has changed. A rank adds another rank's verdict to its own error.
 //
-// Over NCCL the GPU waits while the host continues, possibly several calls ahead, and a busy GPU
-// looks the same as a waiting one. So a rank counts as late only if its host has not made the call
-// yet. See also Note [Collectives that the host does not wait for].
+// Over NCCL the GPU waits while the host continues, possibly several calls ahead. So the polls also
+// check whether the last launched collective has completed. If it does not for the stall time, the
+// rank asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only if
+// its host has not made the call yet.
 
 /// The stall time: 10 s, or the environment variable APEX_STALL_SECONDS; 0 turns verdicts off.
 std::chrono::milliseconds stall_time();
@@ -39,6 +40,11 @@ void set_stall_time(std::chrono::milliseconds time);
 
 /// From now on this rank answers stall posts in `group`.
 void answer_stalls(const WatchedGroupPtr& group);
+
+/// Records that this rank has launched `work`, the collective `what` of `group`, which the host does
+/// not wait for. Not while a graph is captured.
+void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
+                       const c10::intrusive_ptr<c10d::Work>& work) noexcept;
 
 /// The last printed verdict about this rank's last call; empty if unknown. Waits briefly for the
 /// store.
@@ -55,8 +61,8 @@ class StallWatch {
 
   /// A wait in the last call of `group`.
   explicit StallWatch(const WatchedGroupPtr& group);
-  /// A wait of the GPU in `call`.
-  StallWatch(const WatchedGroupPtr& group, int64_t call, const std::string& what);
+  /// A wait of the GPU in `launched` or before it.
+  StallWatch(const WatchedGroupPtr& group, const Launched& launched);
   ~StallWatch();
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;

@@ -26,11 +26,8 @@ constexpr milliseconds kNeighbours{200};
 /// Time until a rank checks whether others wait in the same collective; doubled each time.
 constexpr milliseconds kLate{2000};
 /// How long after a process of this host has exited a rank stops waiting, if the store does not
-/// answer or a GPU has not completed its collective.
+/// answer.
 constexpr milliseconds kAlone{2000};
-/// Time until the first check whether a GPU has completed its collectives. If not, the rank checks
-/// other ranks' reports and the processes.
-constexpr milliseconds kUnfinished{1000};
 /// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 

@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <functional>
 #include <future>
 #include <map>
@@ -17,31 +16,19 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "distributed/backends.h"
 #include "watch/call_log.h"
 #include "watch/process_state.h"
 #include "watch/status_board.h"
 
 namespace apex::parallel {
 
-/// Collectives in flight that the host does not wait for; see
-/// Note [Collectives that the host does not wait for].
+/// The last collective over NCCL that this rank has launched; see Note [Stalls].
 struct Launched {
-  struct Call {
-    std::unique_ptr<distributed::StreamMark> mark;  ///< recorded after the call
-    int64_t number = 0;                             ///< last call when the mark was recorded
-    std::string what;
-  };
-  /// Maximum number of marks. With more calls, only every second, fourth, ... and the last are
-  /// kept.
-  static constexpr size_t kMarks = 32;
-
-  std::deque<Call> calls;  ///< in order; without calls that are being checked
-  int64_t count = 0;       ///< number of calls, including those not kept
-  int64_t every = 1;       ///< one of this many calls is kept
-  std::vector<std::unique_ptr<distributed::StreamMark>> spare;
-  bool followed = false;  ///< see look_later()
+  c10::intrusive_ptr<c10d::Work> work;
+  int64_t number = 0;
+  std::string what;
 };
 
 struct WatchedGroup;

@@ -2,7 +2,6 @@
 #include "watch/watcher.h"
 
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include "plain_text.h"
@@ -36,38 +35,25 @@ std::string shortened(const std::string& cause) {
 }  // namespace
 
 struct Wait::State {
-  WatchedGroupPtr group;
-  Position at;
-  Clock::time_point began = Clock::now();
-  StatusBoard::Following following;
-  std::optional<StallWatch> stall;
+  State(const WatchedGroupPtr& known, bool in_hook)
+      : group(known), at(known->position(in_hook)), stall(known) {}
+
+  const WatchedGroupPtr group;
+  const Position at;
+  const Clock::time_point began = Clock::now();
+  const StatusBoard::Following following =
+      group->board->follow(timing::between_looks(group->size));
+  StallWatch stall;
   Clock::time_point look_at;
   Clock::time_point ended_at;
-  Clock::time_point compare_at;
   std::chrono::milliseconds late = timing::kLate;
+  Clock::time_point compare_at = began + late;
   std::shared_ptr<Comparison> comparison = std::make_shared<Comparison>();
 };
 
 Wait::Wait(const c10d::ProcessGroup& group, Where where) {
-  begin(group, where == kInHook);
-  if (state_) state_->stall.emplace(state_->group);
-}
-
-Wait::Wait(const c10d::ProcessGroup& group, int64_t call) {
-  begin(group, /*in_hook=*/false);
-  if (!state_) return;
-  state_->at.call = call;
-  state_->at.or_before = true;
-}
-
-void Wait::begin(const c10d::ProcessGroup& group, bool in_hook) {
-  WatchedGroupPtr known = find_watched(group);
-  if (!known) return;
-  state_ = std::make_unique<State>();
-  state_->at = known->position(in_hook);
-  state_->following = known->board->follow(timing::between_looks(known->size));
-  state_->compare_at = Clock::now() + state_->late;
-  state_->group = std::move(known);
+  const WatchedGroupPtr known = find_watched(group);
+  if (known) state_ = std::make_unique<State>(known, where == kInHook);
 }
 
 Wait::~Wait() {
@@ -93,11 +79,8 @@ Verdict Wait::poll() {
     if (!state.comparison->difference.empty())
       return {Verdict::kApart, state.comparison->difference};
   }
-  // A GPU may just be busy with other work: then neither compare nor report.
-  if (state.stall) {
-    if (Clock::now() >= state.compare_at) compare();
-    state.stall->poll();
-  }
+  if (Clock::now() >= state.compare_at) compare();
+  state.stall.poll();
   if (is_left_alone()) return {Verdict::kLost, {}};
   return {};
 }

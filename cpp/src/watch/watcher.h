@@ -73,8 +73,6 @@ class Wait {
     kInHook,  ///< in the hook of that call
   };
   explicit Wait(const c10d::ProcessGroup& group, Where where = kInCall);
-  /// A wait of the GPU in `call` or an earlier one, while the host continues.
-  Wait(const c10d::ProcessGroup& group, int64_t call);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
@@ -85,7 +83,6 @@ class Wait {
  private:
   struct State;
   struct Comparison;
-  void begin(const c10d::ProcessGroup& group, bool in_hook);
   bool is_left_alone();
   void compare();
 
