@@ -234,8 +234,7 @@ BeforeExchange::BeforeExchange(const Peers& peers, Direction direction)
 
 BeforeExchange::~BeforeExchange() {
   if (!peers_ || std::uncaught_exceptions() == exceptions_) return;
-  next_exchange(*peers_.group);
-  refuse_call(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
+  announce_failure(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
 }
 
 at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,

@@ -92,9 +92,7 @@ void Membership::release() {
 void Membership::run(
     const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue) const {
-  refuse_failed_group(what, *parent);
-  if (control() != parent) begin_call(*parent, what);
-  run_collective(what, *parent, [&] { return issue(*control()); });
+  run_collective(what, *control(), [&] { return issue(*control()); });
 }
 
 at::Device Membership::control_device() const {

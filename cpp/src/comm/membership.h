@@ -91,8 +91,7 @@ struct Membership {
 
   at::Device control_device() const;
 
-  /// Issues a collective of control() by `issue` and waits for it as for one of `parent`: ranks
-  /// stop waiting if `parent` fails, and if the collective fails, `parent` has failed.
+  /// Issues a collective of control() by `issue` and waits for it.
   /// @throws CommunicationError.
   void run(const std::string& what,
            const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue)

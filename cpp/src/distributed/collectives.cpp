@@ -71,7 +71,7 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
   if (op == Op::SUM && (floating || complex || integer)) return;
   if (op == Op::AVG && (floating || complex)) return;
   if (ordered && (floating || integer)) return;
-  parallel::refuse_call(group, what);  // notifies ranks whose arguments are valid
+  parallel::announce_failure(group, what);  // to ranks whose arguments are valid
   throw InvalidArgument(std::string(what) + ": unsupported reduction: " + name_of(op) + " of " +
                         c10::toString(dtype) +
                         "; supported are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, int64, "

@@ -14,10 +14,7 @@ std::string RankStatus::encode() const {
   PlainText out;
   out << failure.has_value() << ' ' << hook.has_value();
   if (failure) {
-    out << ' ' << std::quoted(failure->what) << ' ' << failure->over << ' '
-        << failure->refused.size();
-    for (const int64_t call : failure->refused) out << ' ' << call;
-    out << ' ' << failure->proof.size();
+    out << ' ' << std::quoted(failure->what) << ' ' << failure->proof.size();
     for (const auto& [rank, state] : failure->proof)
       out << ' ' << rank << ' ' << std::quoted(state);
   }
@@ -35,10 +32,8 @@ RankStatus RankStatus::decode(const std::string& text) {
   in >> failed >> in_hook;
   if (failed) {
     Failure& failure = status.failure.emplace();
-    size_t refused = 0, proofs = 0;
-    in >> std::quoted(failure.what) >> failure.over >> refused;
-    for (int64_t call = 0; refused > 0 && in >> call; --refused) failure.refused.push_back(call);
-    in >> proofs;
+    size_t proofs = 0;
+    in >> std::quoted(failure.what) >> proofs;
     for (int rank = 0; proofs > 0 && in >> rank; --proofs) in >> std::quoted(failure.proof[rank]);
   }
   if (in_hook) {
@@ -62,24 +57,8 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
   Verdict verdict;
   const RankStatus::Hook* first = nullptr;
   int culprit = 0;
-  // If this rank has refused the call as well, it does not wait in it.
-  const auto own = statuses.find({at.rank, at.group});
-  const auto passed_over = [&](int64_t call) {
-    if (own == statuses.end() || !own->second.failure) return false;
-    const auto& mine = own->second.failure->refused;
-    return std::find(mine.begin(), mine.end(), call) != mine.end();
-  };
   for (const auto& [author, status] : statuses) {
-    const std::string& group = author.second;
-    const auto& failure = status.failure;
-    if (!failure || (group != at.group && group != at.parent)) continue;
-    const auto& refused = failure->refused;
-    const auto holds_up = [&](int64_t call) {
-      return (at.or_before ? call <= at.call : call == at.call) && !passed_over(call);
-    };
-    if (refused.empty() ||
-        (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
-      verdict.kind = Verdict::kFailed;
+    if (status.failure) verdict.kind = Verdict::kFailed;
   }
   // A rank that learns of a failed hook also reports a failure; the hook is the cause.
   const int64_t here = 2 * at.call + (at.in_hook ? 1 : 0);
@@ -110,11 +89,9 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
       return true;
   }
   for (const auto& [author, status] : statuses) {
-    const std::string& group = author.second;
-    if (status.failure && status.failure->refused.empty() &&
-        (group == at.group || group == at.parent))
-      return false;
-    if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
+    if (status.failure) return false;
+    if (author.second != at.group || !status.hook || status.hook->generation != at.generation)
+      continue;
     // Ignores `begun`: the same error occurs before the collective on a rank whose future completes
     // at once, and after it on another rank.
     if (status.hook->position != mine->second.hook->position ||
@@ -125,21 +102,16 @@ std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at
   return alike == at.size ? std::optional<bool>(true) : std::nullopt;
 }
 
-Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old) {
+Findings find(const RankStatuses& statuses, int rank) {
   Findings findings;
-  for (const bool own : {true, false}) {  // reports about this group come first
-    for (const auto& [author, status] : statuses) {
-      const auto& [rank, group] = author;
-      const auto& failure = status.failure;
-      if (rank == at.rank || !failure || (group == at.group) != own) continue;
-      if (!own && old.count(author) != 0) continue;
-      if (failure->over && (!own || !failure->refused.empty())) continue;
-      findings.reports.emplace(rank, failure->what);
-      findings.proof.insert(failure->proof.begin(), failure->proof.end());
-    }
+  for (const auto& [author, status] : statuses) {
+    const auto& failure = status.failure;
+    if (author.first == rank || !failure) continue;
+    findings.reports.emplace(author.first, failure->what);
+    findings.proof.insert(failure->proof.begin(), failure->proof.end());
   }
-  for (const auto& [rank, what] : findings.reports) findings.proof.erase(rank);
-  findings.proof.erase(at.rank);  // it was stopped, and continues
+  for (const auto& [other, what] : findings.reports) findings.proof.erase(other);
+  findings.proof.erase(rank);  // it was stopped, and continues
   return findings;
 }
 

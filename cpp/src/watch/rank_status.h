@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,10 +22,6 @@ struct RankStatus {
   struct Failure {
     std::string what;
     Proof proof;  ///< about other ranks
-    /// Not empty: the rank threw instead of making these calls, and continues. A slow rank may
-    /// still make an earlier call.
-    std::vector<int64_t> refused;
-    bool over = false;  ///< the rank has continued since, in the parent group
   };
   /// See Note [Hooks that fail].
   struct Hook {
@@ -43,16 +38,13 @@ struct RankStatus {
   static RankStatus decode(const std::string& text);
 };
 
-/// Reports by rank and by name of the group concerned. A group and its parent, which has the same
-/// ranks, share them.
+/// Reports by rank and by name of the group concerned. A group and the groups made from it, which
+/// have the same ranks, share them, and fail together.
 using RankStatuses = std::map<std::pair<int, std::string>, RankStatus>;
-using ReportKeys = std::set<RankStatuses::key_type>;
 
 /// Where a rank waits, and which reports concern it.
 struct Position {
   std::string group;
-  std::string
-      parent;  ///< the group that it was made from, whose failures also concern it; may be empty
   int rank = 0;
   int size = 1;
   int64_t call = 0;  ///< number of its last call
@@ -89,7 +81,6 @@ struct Findings {
   Proof proof;                         ///< about ranks without a report
 };
 
-/// `old`: reports that concern only the group they name.
-Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old = {});
+Findings find(const RankStatuses& statuses, int rank);
 
 }  // namespace apex::parallel

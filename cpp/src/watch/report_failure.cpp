@@ -25,17 +25,19 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   Proof seen = look_around(*group), proven;
   const auto report = [&] {
     group->report(
-        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen, {}, false}; });
+        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen}; });
   };
   report();  // first, since other ranks may be waiting for this rank
-  if (group->parent) group->parent->expect_more(group);
   if (!group->knows_processes()) read_processes(group);
   const auto following = group->board->follow(timing::while_collecting(group->size));
   for (;;) {
     if (first_seen.empty()) first_seen = seen.empty() ? look_around(*group) : seen;
     // The copy in memory may be from an earlier failure.
     const bool answered = group->board->answered_since(began);
-    if (answered) findings = group->find_reports();
+    if (answered) {
+      findings = group->board->read(
+          [&](const RankStatuses& statuses) { return find(statuses, group->rank); });
+    }
     // Use exits seen before the reports were read, since a rank may exit after it has reported.
     const bool reports_are_newer = group->board->answered_since(seen_at);
     if (reports_are_newer) proven = seen;
@@ -59,10 +61,8 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
 
 /// Reports on rank 0, which usually hosts the store, would be lost with its process when other
 /// ranks learn of the failure late or read slowly. So rank 0 waits shortly until `others` ranks
-/// have read them. All ranks count on the parent's board, since some may have failed in the parent
-/// group.
-void leave_store(const WatchedGroupPtr& group, int64_t others) {
-  const WatchedGroupPtr root = group->root();
+/// have read them.
+void leave_store(const WatchedGroupPtr& root, int64_t others) {
   const auto until = Clock::now() + timing::kUntilAllHaveRead;
   const auto add = [&](int64_t one) {
     const auto count = std::make_shared<std::atomic<int64_t>>(0);
@@ -75,7 +75,7 @@ void leave_store(const WatchedGroupPtr& group, int64_t others) {
   };
   int64_t left = add(root->announced.exchange(false) ? 0 : 1) - 1;
   const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
-  if (group->rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
+  if (root->rank != 0 || (agent != nullptr && std::string(agent) == "True")) return;
   for (; left >= 0 && left < others && Clock::now() < until; left = add(0) - 1)
     root->board->wait_for_news(Clock::now() + timing::kLook);
 }
@@ -118,7 +118,6 @@ std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
     const std::lock_guard<std::mutex> lock(group->mutex);
     findings.proof = group->ended_first.empty() ? seen : group->ended_first;
   }
-  group->remember_reports();
   const std::string text = describe(findings, *group, what, answers);
   // Without proof, patience has ended, so every live rank had time to report.
   const size_t there =
@@ -130,8 +129,9 @@ std::string investigate(const WatchedGroupPtr& group, const std::string& what) {
 }  // namespace
 
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
-  const WatchedGroupPtr one = watched(group);
-  if (!one) return {};
+  const WatchedGroupPtr known = watched(group);
+  if (!known) return {};
+  const WatchedGroupPtr one = known->root();
   {
     const std::lock_guard<std::mutex> lock(one->mutex);
     if (Clock::now() < one->verdict_until) return one->verdict;

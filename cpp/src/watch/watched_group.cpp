@@ -72,9 +72,6 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroup
   if (parent) {
     made->store = parent->store;
     made->board = parent->board;
-    made->processes_read = true;
-    const std::lock_guard<std::mutex> lock(parent->mutex);
-    made->processes = parent->processes;
     return made;
   }
   made->store = std::make_shared<StoreClient>(group);
@@ -116,66 +113,13 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
 }
 
 Position WatchedGroup::position(bool in_hook) {
-  return {
-      name,        parent ? parent->name : std::string(), rank, size, calls.last_number(), in_hook,
-      hooks_failed};
+  return {name, rank, size, calls.last_number(), in_hook, hooks_failed};
 }
 
 std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {
   const std::lock_guard<std::mutex> lock(mutex);
   change(status);
   return board->post(rank, name, status);
-}
-
-void WatchedGroup::expect_more(const WatchedGroupPtr& about) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  reported.push_back(about);
-  has_reports = true;
-}
-
-void WatchedGroup::go_on() {
-  if (!has_reports.exchange(false)) return;
-  std::vector<std::weak_ptr<WatchedGroup>> over;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    over.swap(reported);
-  }
-  for (const auto& one : over) {
-    const WatchedGroupPtr about = one.lock();
-    if (!about) continue;
-    about->report([](RankStatus& now) {
-      if (now.failure) now.failure->over = true;
-    });
-    if (about.get() == this) continue;
-    store->post([self = shared_from_this()](c10d::Store& shared) {
-      shared.add(self->key(shared, "left"), -1);
-    });
-  }
-}
-
-Findings WatchedGroup::find_reports() {
-  ReportKeys old;
-  {
-    const WatchedGroupPtr one = root();
-    const std::lock_guard<std::mutex> lock(one->mutex);
-    old = one->old_reports;
-  }
-  return board->read([&](const RankStatuses& statuses) { return find(statuses, position(), old); });
-}
-
-void WatchedGroup::remember_reports() {
-  const WatchedGroupPtr one = root();
-  board->read([&](const RankStatuses& statuses) {
-    const std::lock_guard<std::mutex> lock(one->mutex);
-    for (const auto& [author, status] : statuses) {
-      if (status.failure && status.failure->refused.empty()) one->old_reports.insert(author);
-    }
-  });
-}
-
-bool WatchedGroup::has_failed() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return status.failure && status.failure->refused.empty();
 }
 
 bool WatchedGroup::knows_processes() {
@@ -244,34 +188,37 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 }
 
 void remember_processes(const c10d::ProcessGroup& group) noexcept try {
-  const WatchedGroupPtr one = watched(group);
-  if (!one || one->processes_read.exchange(true)) return;
-  read_processes(one).wait_until(Clock::now() + one->patience);
+  const WatchedGroupPtr known = watched(group);
+  if (!known) return;
+  const WatchedGroupPtr root = known->root();
+  if (!root->processes_read.exchange(true))
+    read_processes(root).wait_until(Clock::now() + root->patience);
 } catch (...) {
   // A collective that fails reports the problem with the store.
 }
 
-std::shared_future<void> read_processes(const WatchedGroupPtr& group) {
-  return group->store->post([group](c10d::Store& store) {
+std::shared_future<void> read_processes(const WatchedGroupPtr& root) {
+  return root->store->post([root](c10d::Store& store) {
     std::map<int, ProcessName> found;
     const auto self = this_process();
     if (!self) return;
     for (const auto& [author, text] :
-         NoticeBoard(group->root()->key(store, "process/" + self->host)).read(store)) {
+         NoticeBoard(root->key(store, "process/" + self->host)).read(store)) {
       const int rank = std::atoi(author.c_str());
-      if (rank == group->rank) continue;
+      if (rank == root->rank) continue;
       if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
     }
-    const std::lock_guard<std::mutex> lock(group->mutex);
-    group->processes.merge(found);  // keeps known entries: a rank is one process
+    const std::lock_guard<std::mutex> lock(root->mutex);
+    root->processes.merge(found);  // keeps known entries: a rank is one process
   });
 }
 
 Proof look_around(WatchedGroup& group, std::optional<ProcessState> only) {
   std::map<int, ProcessName> processes;
   {
-    const std::lock_guard<std::mutex> lock(group.mutex);
-    processes = group.processes;
+    const WatchedGroupPtr root = group.root();
+    const std::lock_guard<std::mutex> lock(root->mutex);
+    processes = root->processes;
   }
   Proof proof;
   for (const auto& [rank, process] : processes) {

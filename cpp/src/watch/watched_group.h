@@ -56,34 +56,23 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::atomic<bool> reported_elsewhere{
       false};  ///< the stall board says that this rank does not wait
   std::atomic<bool> processes_read{false};
-  std::atomic<bool> has_reports{false};  ///< about other groups, until this group is used
 
-  std::mutex mutex;                                   ///< guards what follows
-  RankStatus status;                                  ///< this rank's status as posted
-  std::vector<std::weak_ptr<WatchedGroup>> reported;  ///< see has_reports
-  ReportKeys old_reports;                ///< see find_reports(); in the group with the board
-  std::map<int, ProcessName> processes;  ///< processes of other ranks
+  std::mutex mutex;                      ///< guards what follows
+  RankStatus status;                     ///< this rank's status as posted
+  std::map<int, ProcessName> processes;  ///< processes of other ranks; only in root()
   Launched launched;
   std::string stall;    ///< a printed verdict about this rank's last call
-  Proof ended_first;    ///< processes seen exited when the store was lost
+  Proof ended_first;    ///< processes seen exited when the store was lost; only in root()
   std::string verdict;  ///< result of report_failure()
   std::chrono::steady_clock::time_point verdict_until;  ///< the result is reused until then
 
-  /// The group that owns the store and the board.
+  /// The group that owns the store, the board and this rank's failure.
   WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
   /// A name that no other group of this process has.
   const std::string& label() const { return name.empty() ? group_name : name; }
   Position position(bool in_hook = false);
   /// Changes this rank's status and posts it without waiting.
   std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
-  /// Marks this rank's report about `about` as over once this group is used again.
-  void expect_more(const WatchedGroupPtr& about);
-  void go_on();
-  /// Reports of other ranks about this group and the groups that share its board, without those
-  /// from an earlier failure of one of these.
-  Findings find_reports();
-  void remember_reports();
-  bool has_failed();
   bool knows_processes();
 
   /// A key of the store, the same on all ranks; used on the store's thread. The first call also
@@ -110,9 +99,8 @@ std::vector<WatchedGroupPtr> all_watched();
 /// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
-/// Makes waits in `group` also react to failures of `parent`, which has the same ranks. A failure
-/// of `parent` then counts as one of `group`, so this is for groups that are used only together
-/// with their parent. Call it after a first collective of `parent` and before one of `group`.
+/// From now on `group` and `parent`, which has the same ranks, fail together. Call it after a first
+/// collective of `parent` and before one of `group`.
 /// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept;
@@ -124,7 +112,7 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 void remember_processes(const c10d::ProcessGroup& group) noexcept;
 
 /// The same, but reads on every call, and does not wait.
-std::shared_future<void> read_processes(const WatchedGroupPtr& group);
+std::shared_future<void> read_processes(const WatchedGroupPtr& root);
 
 /// Checks the processes of this host; returns those that have exited or are stopped.
 Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});

@@ -116,8 +116,9 @@ bool Wait::is_left_alone() {
     const Proof ended = look_around(*state.group, ProcessState::kEnded);
     if (ended.empty()) return false;
     state.ended_at = now;
-    const std::lock_guard<std::mutex> lock(state.group->mutex);
-    if (state.group->ended_first.empty()) state.group->ended_first = ended;
+    const WatchedGroupPtr root = state.group->root();
+    const std::lock_guard<std::mutex> lock(root->mutex);
+    if (root->ended_first.empty()) root->ended_first = ended;
   }
   return now - state.ended_at > timing::kAlone &&
          !state.group->board->answered_since(state.ended_at);
@@ -127,7 +128,6 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
   one->calls.add(what);
-  one->go_on();
   if (one->stalled.exchange(false)) {
     const std::lock_guard<std::mutex> lock(one->mutex);
     one->stall.clear();
@@ -152,34 +152,19 @@ std::string stall_verdict(const c10d::ProcessGroup& group) {
 
 bool has_failed(const c10d::ProcessGroup& group) noexcept {
   const WatchedGroupPtr one = find_watched(group);
-  return one && one->has_failed();
-}
-
-void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
-  begin_call(group, {});
-  const WatchedGroupPtr one = watched(group);
-  if (!one) return;
-  one->expect_more(one);  // the report is over for this rank
-  one->report([&](RankStatus& status) {
-       if (!status.failure) status.failure.emplace();
-       if (status.failure->refused.empty() && !status.failure->what.empty()) return;
-       status.failure->what = what;
-       status.failure->over = false;
-       status.failure->refused.push_back(one->calls.last_number());
-     })
-      .wait_until(Clock::now() + one->patience);
-} catch (...) {
-  // The other ranks wait until their timeout.
+  if (!one) return false;
+  const WatchedGroupPtr root = one->root();
+  const std::lock_guard<std::mutex> lock(root->mutex);
+  return root->status.failure.has_value();
 }
 
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
-  one->report(
-         [&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}, {}, false}; })
-      .wait_until(Clock::now() + one->patience);
-  // It knows the cause, so rank 0 need not wait until it has read the reports.
   const WatchedGroupPtr root = one->root();
+  root->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}}; })
+      .wait_until(Clock::now() + root->patience);
+  // It knows the cause, so rank 0 need not wait until it has read the reports.
   if (root->announced.exchange(true)) return;
   root->store->post([root](c10d::Store& store) { store.add(root->key(store, "left"), 1); });
 } catch (...) {

@@ -96,13 +96,9 @@ class Wait {
 /// seconds. Never throws.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// For a rank that refuses the arguments of the collective `what` of `group` and throws instead of
-/// calling it: notifies the ranks that wait in that call, which then give up. Blocks on the store,
-/// for no longer than report_failure().
-void refuse_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
-
-/// For a rank that leaves a collective of `group` without an error of the collective: makes the
-/// ranks that wait in it give up. Blocks like refuse_call().
+/// For a rank that leaves `what` of `group` without an error of a collective, or throws instead of
+/// calling it: makes the ranks that wait in it give up. Blocks on the store, for no longer than
+/// report_failure().
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// Whether this rank has answered ranks that wait in `group`, or in a group that shares its board,
@@ -112,8 +108,8 @@ bool others_wait(const c10d::ProcessGroup& group);
 /// The verdict that this rank has printed because its last call of `group` took long; else "".
 std::string stall_verdict(const c10d::ProcessGroup& group);
 
-/// Whether report_failure(), announce_failure() or hooks_failed_alike() has failed the group on
-/// this rank.
+/// Whether report_failure(), announce_failure() or hooks_failed_alike() has failed the group, the
+/// group that it was made from, or another one made from that on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
 
 /// For a rank whose communication hook has failed in `what`, the last call of `group`, which is one

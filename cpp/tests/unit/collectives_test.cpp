@@ -11,6 +11,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -25,6 +26,33 @@
 
 #include <apex/error.h>
 #include <apex/interruption.h>
+
+#include "distributed/backends.h"
+
+namespace apex::distributed {
+
+// The library's versions query Gloo and NCCL, which are not compiled into this program.
+std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
+  auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
+  return silent == nullptr ? std::nullopt : std::optional(silent->timeout());
+}
+
+std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
+  auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
+  return silent == nullptr ? std::vector<uint64_t>() : silent->global_ranks;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest&) { return nullptr; }
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(const c10::intrusive_ptr<c10d::Backend>&,
+                                                         const c10::intrusive_ptr<c10d::Store>&,
+                                                         int, int) {
+  return nullptr;
+}
+
+bool is_capturing() { return false; }
+bool has_completed(c10d::Work& work) { return work.isCompleted(); }
+
+}  // namespace apex::distributed
 
 namespace apex::parallel {
 namespace {
@@ -201,20 +229,28 @@ TEST(CollectiveWait, WorkThatWasAborted_Throws) {
 
 // A failed rank will not join: a wait for it would last until the timeout.
 TEST(CollectiveWait, AnotherRankReportsAFailure_Ends) {
-  for (const bool refuses : {false, true}) {
-    const auto groups = make_stored_groups(2, refuses ? "refuses" : "reports");
-    begin_call(*groups[0], "x");
-    if (refuses) {
-      refuse_call(*groups[1], "x");
-    } else {
-      announce_failure(*groups[1], "x");
-    }
-    const std::string text =
-        communication_error([&] { wait_collective(pending(), "x", *groups[0]); });
-    expect_starts_with(
-        text,
-        "rank 0 of 2: x failed: another rank reports that a collective of this group has "
-        "failed (");
+  const auto groups = make_stored_groups(2, "reports");
+  begin_call(*groups[0], "x");
+  announce_failure(*groups[1], "x");
+  const std::string text =
+      communication_error([&] { wait_collective(pending(), "x", *groups[0]); });
+  expect_starts_with(
+      text,
+      "rank 0 of 2: x failed: another rank reports that a collective of this group has failed (");
+}
+
+// A failure fails the group and the groups made from it, on whichever of them it was found.
+TEST(CollectiveWait, GroupMadeFromAnother_FailsWithIt) {
+  for (const bool own : {false, true}) {
+    const auto parents = make_stored_groups(2, own ? "parent, own" : "parent");
+    const auto made = make_stored_groups(2, "made");
+    for (size_t rank = 0; rank < 2; ++rank) watch_with(*made[rank], *parents[rank], "made");
+    announce_failure(own ? *made[1] : *parents[1], "x");
+    EXPECT_TRUE(has_failed(*parents[1]));
+    EXPECT_TRUE(has_failed(*made[1]));
+    expect_has(communication_error(
+                   [&] { wait_collective(pending(), "x", own ? *parents[0] : *made[0]); }),
+               "another rank reports");
   }
 }
 

@@ -12,10 +12,9 @@
 namespace apex::parallel {
 namespace {
 
-RankStatus failed(const std::string& what, const std::vector<int64_t>& refused = {},
-                  bool over = false) {
+RankStatus failed(const std::string& what) {
   RankStatus status;
-  status.failure = RankStatus::Failure{what, {}, refused, over};
+  status.failure = RankStatus::Failure{what, {}};
   return status;
 }
 
@@ -26,19 +25,17 @@ RankStatus hook(int64_t position, bool begun = false, int64_t generation = 0,
   return status;
 }
 
-/// Rank 0 of 2, in its call 3 of group "own", which was made from "parent".
-Position here(bool in_hook = false) { return {"own", "parent", 0, 2, 3, in_hook, 0}; }
+/// Rank 0 of 2, in its call 3 of group "own", which was made from group "".
+Position here(bool in_hook = false) { return {"own", 0, 2, 3, in_hook, 0}; }
 
 TEST(RankStatus, Encoded_IsDecodedAsItWas) {
-  RankStatus status = failed("a \"b\" \\ of\ntwo lines", {3, 12}, true);
+  RankStatus status = failed("a \"b\" \\ of\ntwo lines");
   status.failure->proof = {{2, "has ended"}, {7, ""}};
   status.hook = hook(5, true, 2).hook;
   const RankStatus read = RankStatus::decode(status.encode());
   ASSERT_TRUE(read.failure && read.hook);
   EXPECT_EQ(read.failure->what, status.failure->what);
   EXPECT_EQ(read.failure->proof, status.failure->proof);
-  EXPECT_EQ(read.failure->refused, (std::vector<int64_t>{3, 12}));
-  EXPECT_TRUE(read.failure->over);
   EXPECT_EQ(read.hook->generation, 2);
   EXPECT_EQ(read.hook->position, 5);
   EXPECT_TRUE(read.hook->begun);
@@ -48,42 +45,8 @@ TEST(RankStatus, Encoded_IsDecodedAsItWas) {
 }
 
 TEST(RankStatus, Judge_WhoWaitsGivesUpIfItsGroupHasFailed) {
-  const auto kind = [](const std::string& group, const RankStatus& status) {
-    return judge({{{1, group}, status}}, here()).kind;
-  };
   EXPECT_EQ(judge({}, here()).kind, Verdict::kOk);
-  EXPECT_EQ(kind("own", failed("a")), Verdict::kFailed);
-  EXPECT_EQ(kind("parent", failed("a")), Verdict::kFailed);
-  EXPECT_EQ(kind("another made from parent", failed("a")), Verdict::kOk);
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/{3})), Verdict::kFailed);
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/{2})), Verdict::kOk);
-  // Refused twice, before this rank has reached the first call.
-  EXPECT_EQ(kind("own", failed("a", /*refused=*/{3, 4})), Verdict::kFailed);
-  EXPECT_EQ(kind("parent", failed("a", /*refused=*/{3})), Verdict::kOk);
-  // Over for a rank that has continued in the parent, but not for one that still waits.
-  EXPECT_EQ(kind("own", failed("a", {}, /*over=*/true)), Verdict::kFailed);
-}
-
-// Over NCCL the GPU may wait in an earlier call than the last.
-TEST(RankStatus, Judge_CallsThatOthersRefused_CountUpToWhereTheGpuWaitsUnlessRefusedHere) {
-  Position there = here();
-  there.or_before = true;
-  const auto kind = [&](const std::vector<int64_t>& theirs, const std::vector<int64_t>& own) {
-    RankStatuses all{{{1, "own"}, failed("a", theirs)}};
-    if (!own.empty()) all[{0, "own"}] = failed("a", own);
-    return judge(all, there).kind;
-  };
-  EXPECT_EQ(kind({2}, {}), Verdict::kFailed);
-  EXPECT_EQ(kind({3}, {1}), Verdict::kFailed);
-  EXPECT_EQ(kind({4}, {}), Verdict::kOk);
-  EXPECT_EQ(kind({2}, {2}), Verdict::kOk);
-  EXPECT_EQ(kind({1, 2}, {2, 1}), Verdict::kOk);
-  EXPECT_EQ(kind({1, 2}, {1}), Verdict::kFailed);
-  EXPECT_EQ(judge({{{0, "own"}, failed("a", {2})}}, there).kind, Verdict::kOk);
-  // Refusals in another group do not matter, but a failure concerns all calls.
-  EXPECT_EQ(judge({{{1, "parent"}, failed("a", {2})}}, there).kind, Verdict::kOk);
-  EXPECT_EQ(judge({{{1, "own"}, failed("a")}, {{0, "own"}, failed("a", {2})}}, there).kind,
-            Verdict::kFailed);
+  EXPECT_EQ(judge({{{1, ""}, failed("a")}}, here()).kind, Verdict::kFailed);
 }
 
 TEST(RankStatus, DecodedFromWhatIsNoStatus_ReportsNothingAboutAnybody) {
@@ -91,10 +54,9 @@ TEST(RankStatus, DecodedFromWhatIsNoStatus_ReportsNothingAboutAnybody) {
     EXPECT_TRUE(!RankStatus::decode(text).failure ||
                 RankStatus::decode(text).failure->proof.empty())
         << text;
-  const RankStatus cut = RankStatus::decode("1 0 \"a\" 0 99999999999 5");
+  const RankStatus cut = RankStatus::decode("1 0 \"a\" 99999999999 5");
   ASSERT_TRUE(cut.failure);
-  EXPECT_EQ(cut.failure->refused, std::vector<int64_t>{5});
-  EXPECT_TRUE(cut.failure->proof.empty());
+  EXPECT_LE(cut.failure->proof.size(), 1U);
 }
 
 TEST(RankStatus, Judge_HookThatFailedBefore_IsNamed) {
@@ -125,7 +87,6 @@ TEST(RankStatus, HooksAlike_AreSoIfAllFailedInTheSameCall) {
   EXPECT_EQ(alike(hook(6), hook(4)), false);
   EXPECT_EQ(alike(hook(6), hook(6, false, 0, "another")), false);
   EXPECT_EQ(alike(hook(6), failed("a")), false);
-  EXPECT_EQ(alike(hook(6), failed("a", /*refused=*/{3})), std::nullopt);
   // This rank's post has not come back yet, so the board shows its previous one.
   EXPECT_EQ(alike(hook(4, false, -1), hook(6)), std::nullopt);
   // A rank that has continued and then fails again.
@@ -134,27 +95,14 @@ TEST(RankStatus, HooksAlike_AreSoIfAllFailedInTheSameCall) {
   EXPECT_EQ(alike(hook(6), past), true);
 }
 
-TEST(RankStatus, Find_TakesWhatStillCounts) {
+TEST(RankStatus, Find_TakesReportsOfOthersAndProofAboutRanksWithoutOne) {
   RankStatus proven = failed("c");
   proven.failure->proof = {{0, "is stopped"}, {1, "has ended"}, {3, "has ended"}};
-  const Findings findings = find({{{0, "own"}, failed("mine")},
-                                  {{1, "parent"}, failed("a")},
-                                  {{1, "own"}, failed("b")},
-                                  {{2, "another made from parent"}, proven}},
-                                 here());
+  const Findings findings =
+      find({{{0, ""}, failed("mine")}, {{1, ""}, failed("b")}, {{2, ""}, proven}}, 0);
   EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
   // Rank 1 has reported since, and this rank was stopped and continues.
   EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));
-  // From an earlier failure, of the other group.
-  const RankStatuses earlier{{{1, "another"}, proven}, {{1, "own"}, failed("b")}};
-  EXPECT_TRUE(find({{{1, "another"}, proven}}, here(), {{1, "another"}}).reports.empty());
-  EXPECT_EQ(find(earlier, here(), {{1, "another"}, {1, "own"}}).reports.at(1), "b");
-  const auto reports = [](const std::string& group, const RankStatus& status) {
-    return find({{{1, group}, status}}, here()).reports.size();
-  };
-  EXPECT_EQ(reports("own", failed("a", {}, /*over=*/true)), 1U);
-  EXPECT_EQ(reports("own", failed("a", /*refused=*/{3}, /*over=*/true)), 0U);
-  EXPECT_EQ(reports("another", failed("a", {}, /*over=*/true)), 0U);
 }
 
 }  // namespace

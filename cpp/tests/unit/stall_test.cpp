@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "watch/stall_verdict.h"
 #include "watch/watcher.h"
@@ -378,6 +379,42 @@ TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
   }
   std::this_thread::sleep_for(milliseconds(400));
   EXPECT_EQ(stall_report(), before);
+}
+
+/// A collective that the host does not wait for.
+struct OnGpu final : c10d::Work {
+  bool isCompleted() override { return completed; }
+  std::atomic<bool> completed{false};
+};
+
+std::string report_within(std::chrono::seconds longest) {
+  const std::string before = stall_report();
+  const auto until = std::chrono::steady_clock::now() + longest;
+  while (stall_report() == before && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(milliseconds(5));
+  return stall_report() == before ? std::string() : stall_report();
+}
+
+TEST_F(StallTest, GpuWaitsAndTheHostOfAnotherRankHasNotMadeTheCall_IsNamed) {
+  const auto groups = make_stored_groups(3, "gpu");
+  for (const auto& group : groups) begin_call(*group, "first");
+  for (const int rank : {0, 1}) begin_call(*groups[rank], "all-reduce of bucket 3");
+  const auto work = c10::make_intrusive<OnGpu>();
+  remember_launched(*groups[1], "all-reduce of bucket 3", work);
+  const std::string text = report_within(std::chrono::seconds(60));
+  expect_has(text, "the GPU of rank 1 of 3 has waited");
+  expect_has(text, "in: all-reduce of bucket 3");
+  expect_has(text, "rank 2 holds it up; rank 0 waits as well");
+  work->completed = true;
+}
+
+TEST_F(StallTest, GpuIsBusyAndAllHostsHaveMadeTheCall_NothingIsPrinted) {
+  const auto groups = make_stored_groups(2, "busy");
+  for (const auto& group : groups) begin_call(*group, "all-reduce");
+  const auto work = c10::make_intrusive<OnGpu>();
+  remember_launched(*groups[0], "all-reduce", work);
+  EXPECT_EQ(report_within(std::chrono::seconds(2)), "");
+  work->completed = true;
 }
 
 TEST_F(StallTest, Never_AsksNothing) {
