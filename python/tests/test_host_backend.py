@@ -443,6 +443,31 @@ def test_destroyed_groups_leave_nothing(ranks: RankPool) -> None:
     ranks.run(2, _destroyed)
 
 
+def _shut_down_while_issuing(rank: int, world: int, channel: str) -> None:
+    for _ in range(10):
+        with host_channel(channel):
+            one = group()
+        issued = threading.Event()
+
+        def issue(one: Any = one, issued: threading.Event = issued) -> None:
+            with contextlib.suppress(RuntimeError):
+                while True:
+                    dist.all_reduce(torch.ones(1000), group=one)
+                    issued.set()
+
+        thread = threading.Thread(target=issue)
+        thread.start()
+        issued.wait()
+        one.shutdown()
+        thread.join(30)
+        check(not thread.is_alive(), "the thread got an error")
+
+
+@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
+def test_shutdown_while_another_thread_issues(ranks: RankPool, channel: str) -> None:
+    ranks.run(2, _shut_down_while_issuing, channel)
+
+
 def _split(rank: int, world: int) -> None:
     one = group()
     parent: Any = one

@@ -39,7 +39,7 @@ class HasGloo {
  public:
   virtual ~HasGloo() = default;
   /// @throws Error if it has none, or was shut down.
-  virtual const c10::intrusive_ptr<c10d::Backend>& gloo() const = 0;
+  virtual c10::intrusive_ptr<c10d::Backend> gloo() const = 0;
 };
 
 /// Connects to all ranks; blocks for at most the timeout.

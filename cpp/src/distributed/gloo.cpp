@@ -72,11 +72,12 @@ std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size) {
-  auto* inner = &unwrapped(*given);
-  if (auto* const outer = dynamic_cast<HasGloo*>(inner)) inner = outer->gloo().get();
+  c10d::Backend& inner = unwrapped(*given);
+  auto* const outer = dynamic_cast<HasGloo*>(&inner);
+  const c10::intrusive_ptr<c10d::Backend> kept = outer != nullptr ? outer->gloo() : nullptr;
   ignore_broken_pipes();
   return c10::make_intrusive<c10d::ProcessGroupGloo>(
-      store, rank, size, dynamic_cast<c10d::ProcessGroupGloo&>(*inner).getOptions());
+      store, rank, size, dynamic_cast<c10d::ProcessGroupGloo&>(kept ? *kept : inner).getOptions());
 }
 
 }  // namespace apex::distributed

@@ -114,9 +114,11 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
                          c10::intrusive_ptr<Backend> gloo, HostLinks links)
     : Backend(request.rank, request.size),
       options_(options_of(request)),
+      shares_memory_(links.channel != nullptr),
+      sums_by_host_(links.hierarchy != nullptr),
+      works_(std::make_shared<BackendWorks>()),
       gloo_(std::move(gloo)),
-      links_(std::move(links)),
-      works_(std::make_shared<BackendWorks>()) {}
+      links_(std::move(links)) {}
 
 void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
@@ -125,32 +127,55 @@ void HostBackend::end(bool may_be_stuck) {
     return;
   }
   works_->end();
-  links_ = {};
+  HostLinks links;  // destroyed after the lock is released
+  c10::intrusive_ptr<Backend> gloo;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(links, links_);
+    gloo.swap(gloo_);
+  }
   // Note [Where a group ends].
-  if (gloo_) end_elsewhere([gloo = std::move(gloo_)]() mutable { gloo.reset(); }, may_be_stuck);
+  if (gloo) end_elsewhere([gloo = std::move(gloo)]() mutable { gloo.reset(); }, may_be_stuck);
 }
 
-const c10::intrusive_ptr<c10d::Backend>& HostBackend::gloo() const {
+c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (!gloo_)
     throw Error("the process group was destroyed, or has no connections but shared memory");
   return gloo_;
 }
 
+HostLinks HostBackend::links() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return links_;
+}
+
+std::shared_ptr<HostChannel> HostBackend::channel() const {
+  std::shared_ptr<HostChannel> channel = links().channel;
+  if (!channel) throw Error("the process group was destroyed");
+  return channel;
+}
+
 void HostBackend::setTimeout(milliseconds timeout) {
   options_->timeout = timeout;
-  timeout_is_set_ = true;
+  timeout_ = timeout;
   gloo()->setTimeout(timeout);
 }
 
 void HostBackend::abort() {
   constexpr const char* kWhy = "its group was aborted";
-  if (links_.channel) links_.channel->give_up(kWhy);
+  if (const auto channel = links().channel) channel->give_up(kWhy);
   give_up(kWhy);
-  if (gloo_) gloo_->abort();
+  c10::intrusive_ptr<Backend> gloo;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    gloo = gloo_;
+  }
+  if (gloo) gloo->abort();
 }
 
 void HostBackend::give_up(const std::string& why) noexcept {
-  if (links_.hierarchy) links_.hierarchy->give_up(why);
+  if (const auto hierarchy = links().hierarchy) hierarchy->give_up(why);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -173,8 +198,9 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c1
 }
 
 at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
-  if (links_.channel) return links_.channel->allocate(size, options);
-  if (links_.hierarchy) return links_.hierarchy->allocate(size, options);
+  const HostLinks links = this->links();
+  if (links.channel) return links.channel->allocate(size, options);
+  if (links.hierarchy) return links.hierarchy->allocate(size, options);
   return at::zeros({size}, options);
 }
 
@@ -182,7 +208,7 @@ at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
 
 BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
                                   const Tensors& inputs, Tensors outputs) {
-  if (timeout == c10d::kUnsetTimeout && timeout_is_set_) timeout = options_->timeout;
+  if (timeout == c10d::kUnsetTimeout) timeout = timeout_;
   return c10::make_intrusive<BackendWork>(rank_, type, title, NamedCollective::current(title),
                                           ++issued_, timeout, inputs, std::move(outputs), works_);
 }
@@ -193,7 +219,9 @@ bool HostBackend::in_memory(const Tensors& tensors) const {
 }
 
 bool HostBackend::averages() const {
-  return links_.channel || (links_.hierarchy && links_.hierarchy->averages());
+  if (!sums_by_host_) return shares_memory_;
+  const auto hierarchy = links().hierarchy;
+  return hierarchy && hierarchy->averages();
 }
 
 bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
@@ -216,7 +244,7 @@ Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t roo
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
   auto work = begin(c10d::OpType::BARRIER, "apex:barrier", options.timeout, {}, {});
   if (shares_memory()) {
-    work->add(links_.channel->all_reduce(work->what(), at::zeros({1}, at::kByte), Op::SUM));
+    work->add(channel()->all_reduce(work->what(), at::zeros({1}, at::kByte), Op::SUM));
   } else {
     work->add(gloo()->barrier(options));
   }
@@ -224,10 +252,12 @@ WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void HostBackend::add_all_reduce(BackendWork& work, const at::Tensor& tensor, Op op) {
-  if (links_.channel) return work.add(links_.channel->all_reduce(work.what(), tensor, op));
-  const bool divides = op == Op::AVG && !averages();
+  if (shares_memory()) return work.add(channel()->all_reduce(work.what(), tensor, op));
+  const auto hierarchy = links().hierarchy;
+  if (!hierarchy) throw Error("the process group was destroyed");
+  const bool divides = op == Op::AVG && !hierarchy->averages();
   if (divides) work.divide_later(size_);
-  work.add(links_.hierarchy->all_reduce(work.what(), tensor, divides ? Op::SUM : op));
+  work.add(hierarchy->all_reduce(work.what(), tensor, divides ? Op::SUM : op));
 }
 
 /// Several tensors are sent in one message.
@@ -273,7 +303,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
 WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
                                        const std::shared_ptr<std::vector<uint8_t>>& changed) {
   auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts, parts);
-  work->add(links_.channel->broadcast(work->what(), parts, root, changed));
+  work->add(channel()->broadcast(work->what(), parts, root, changed));
   return work;
 }
 
@@ -283,7 +313,7 @@ WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
   const at::Tensor& tensor = only(tensors, work->what());
   const at::Tensor to =
       is_root(options.rootRank, work->what()) ? in_order(tensor) : work->output(tensor);
-  work->add(links_.channel->broadcast(work->what(), {to}, options.rootRank));
+  work->add(channel()->broadcast(work->what(), {to}, options.rootRank));
   return work;
 }
 
@@ -295,7 +325,7 @@ WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options
   const at::Tensor mine = is_root(options.rootRank, work->what())
                               ? work->output(tensor, /*with_elements=*/true)
                               : in_order(tensor);
-  work->add(links_.channel->reduce(work->what(), mine, options.reduceOp, options.rootRank));
+  work->add(channel()->reduce(work->what(), mine, options.reduceOp, options.rootRank));
   return work;
 }
 
@@ -306,8 +336,7 @@ WorkPtr HostBackend::all_gather_each(c10d::OpType type, const char* title,
   require_pairs(outputs.size(), inputs.size(), title);
   auto work = begin(type, title, options.timeout, inputs, concat(outputs));
   for (size_t i = 0; i < inputs.size(); ++i) {
-    work->add(
-        links_.channel->all_gather(work->what(), work->outputs(outputs[i]), in_order(inputs[i])));
+    work->add(channel()->all_gather(work->what(), work->outputs(outputs[i]), in_order(inputs[i])));
   }
   return work;
 }
@@ -353,8 +382,8 @@ WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   if (!in_memory(inputs)) return gloo()->gather(outputs, inputs, options);
   const Tensors list = list_of_root(outputs, options.rootRank, "apex:gather");
   auto work = begin(c10d::OpType::GATHER, "apex:gather", options.timeout, inputs, list);
-  work->add(links_.channel->gather(work->what(), work->outputs(list),
-                                   in_order(only(inputs, work->what())), options.rootRank));
+  work->add(channel()->gather(work->what(), work->outputs(list),
+                              in_order(only(inputs, work->what())), options.rootRank));
   return work;
 }
 
@@ -363,8 +392,8 @@ WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   if (!in_memory(outputs)) return gloo()->scatter(outputs, inputs, options);
   const Tensors list = list_of_root(inputs, options.rootRank, "apex:scatter");
   auto work = begin(c10d::OpType::SCATTER, "apex:scatter", options.timeout, outputs, outputs);
-  work->add(links_.channel->scatter(work->what(), work->output(only(outputs, work->what())),
-                                    each(list, in_order), options.rootRank));
+  work->add(channel()->scatter(work->what(), work->output(only(outputs, work->what())),
+                               each(list, in_order), options.rootRank));
   return work;
 }
 
@@ -376,8 +405,8 @@ WorkPtr HostBackend::reduce_scatter_each(c10d::OpType type, const char* title,
   require_pairs(outputs.size(), inputs.size(), title);
   auto work = begin(type, title, options.timeout, concat(inputs), outputs);
   for (size_t i = 0; i < outputs.size(); ++i) {
-    work->add(links_.channel->reduce_scatter(work->what(), work->output(outputs[i]),
-                                             each(inputs[i], in_order), options.reduceOp));
+    work->add(channel()->reduce_scatter(work->what(), work->output(outputs[i]),
+                                        each(inputs[i], in_order), options.reduceOp));
   }
   return work;
 }
@@ -420,8 +449,8 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   require_split(output, output_sizes, size_);
   require_split(input, input_sizes, size_);
   auto work = begin(c10d::OpType::ALLTOALL_BASE, kAllToAll, options.timeout, {input}, {output});
-  work->add(links_.channel->all_to_all(work->what(), work->output(output), in_order(input),
-                                       output_sizes, input_sizes));
+  work->add(channel()->all_to_all(work->what(), work->output(output), in_order(input), output_sizes,
+                                  input_sizes));
   return work;
 }
 
@@ -436,8 +465,8 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
   const std::vector<int64_t> received = each(outputs, numel);
   const at::Tensor all = at::empty({sum_of(received)}, outputs.front().options());
   work->split_later(all, outputs);
-  work->add(links_.channel->all_to_all(work->what(), all, at::cat(each(inputs, flat)), received,
-                                       each(inputs, numel)));
+  work->add(channel()->all_to_all(work->what(), all, at::cat(each(inputs, flat)), received,
+                                  each(inputs, numel)));
   return work;
 }
 

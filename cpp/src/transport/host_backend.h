@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -121,13 +122,14 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// A zeroed tensor of `size` elements in memory that an all-reduce does not copy.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  const c10::intrusive_ptr<Backend>& gloo() const override;
+  c10::intrusive_ptr<Backend> gloo() const override;
 
   // Additions to c10d's interface, for this package.
 
-  const HostLinks& links() const { return links_; }
-  bool shares_memory() const { return links_.channel != nullptr; }
-  bool sums_by_host() const { return links_.hierarchy != nullptr; }
+  /// Null links after the backend has ended.
+  HostLinks links() const;
+  bool shares_memory() const { return shares_memory_; }
+  bool sums_by_host() const { return sums_by_host_; }
   /// Whether AVG is computed in one step; otherwise it is a sum that is divided afterwards.
   bool averages() const;
   /// Whether allreduce() of such a CPU tensor uses the channel or the hierarchy.
@@ -141,6 +143,8 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   void end(bool may_be_stuck);
 
  private:
+  /// @throws Error after the backend has ended.
+  std::shared_ptr<HostChannel> channel() const;
   c10::intrusive_ptr<BackendWork> begin(c10d::OpType type, const char* title,
                                         std::chrono::milliseconds timeout, const Tensors& inputs,
                                         Tensors outputs);
@@ -157,11 +161,15 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
-  c10::intrusive_ptr<Backend> gloo_;
-  HostLinks links_;
+  const bool shares_memory_, sums_by_host_;
   const std::shared_ptr<BackendWorks> works_;
   std::atomic<uint64_t> issued_{0};
-  std::atomic<bool> timeout_is_set_{false};  ///< setTimeout() was called
+  /// As set by setTimeout().
+  std::atomic<std::chrono::milliseconds> timeout_{c10d::kUnsetTimeout};
+
+  mutable std::mutex mutex_;  ///< guards what follows, which end() drops while others issue
+  c10::intrusive_ptr<Backend> gloo_;
+  HostLinks links_;
 };
 
 /// Creates a backend with its own Gloo backend; see connect_host().
