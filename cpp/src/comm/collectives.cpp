@@ -25,6 +25,7 @@
 #include "tensor_parts.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
+#include "watch/neighbours.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -37,7 +38,7 @@ std::atomic<int64_t> waited_ns{0};
 
 class TakesTime {
  public:
-  TakesTime() = default;
+  TakesTime(const c10d::ProcessGroup& group, const std::string& what) : scope_(group, what) {}
   ~TakesTime() {
     waited_ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - began_).count();
   }
@@ -45,6 +46,7 @@ class TakesTime {
   TakesTime& operator=(const TakesTime&) = delete;
 
  private:
+  const WaitScope scope_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
@@ -123,6 +125,19 @@ void wait_with_reports(const c10d::ProcessGroup& group,
     advance_host_channels();
     if (meanwhile) meanwhile();
   }
+}
+
+/// Whether Gloo's message is about a connection that the other rank, or the network, has closed.
+bool is_broken_connection(const std::string& why) {
+  for (const char* part : {"closed by peer", "reset by peer", "Broken pipe"}) {
+    if (why.find(part) != std::string::npos) return true;
+  }
+  return false;
+}
+
+bool all_on_this_host(const c10d::ProcessGroup& group) {
+  const WatchedGroupPtr known = find_watched(group);
+  return known && static_cast<int>(processes_of(*known).size()) == known->size - 1;
 }
 
 /// In a catch block: rethrows the current exception as a CommunicationError about waiting for
@@ -234,6 +249,9 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
                                const std::exception_ptr& cause, const char* advice) {
   const std::string stall = stall_verdict(group);
   const std::string why = message_of(cause);
+  const std::string failed = "rank " + std::to_string(group.getRank()) + " of " +
+                             std::to_string(group.getSize()) + ": " + what + " failed: " + why;
+  if (is_broken_connection(why) && !all_on_this_host(group)) report_at_once(failed);
   std::string found = report_failure(group, what);
   // With proof, other explanations would mislead.
   if (advice == kLookAtOthers && (why + found).find(" has ended (") != std::string::npos)
@@ -241,8 +259,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
   if (const size_t again = found.find("; " + why); again != std::string::npos)
     found.erase(again, why.size() + 2);
   throw CommunicationError(
-      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what + " failed: " + why + " (" + advice + ")" + found + note_on_ranks(group) +
+      failed + " (" + advice + ")" + found + note_on_ranks(group) +
       (stall.empty() ? stall : "\nStall report before the failure:\n" + stall));
 }
 
@@ -334,7 +351,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
 void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                      const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
   require_own_process(group);
-  const TakesTime time;
+  const TakesTime time(group, what);
   bool finished = false;
   try {
     finished = wait_for_work(*work, group, meanwhile);
@@ -421,6 +438,7 @@ std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds)>& ended_within) {
   using Clock = std::chrono::steady_clock;
+  const WaitScope scope(group, what);
   const WatchedGroupPtr known = find_watched(group);
   std::optional<Clock::time_point> seen;  // when a process was first seen to have exited
   try {
@@ -440,7 +458,7 @@ void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group) {
   require_own_process(group);
-  const TakesTime time;
+  const TakesTime time(group, what);
   try {
     if (can_stop_waiting(group) && !future.completed()) {
       struct Shared {

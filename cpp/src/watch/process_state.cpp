@@ -3,6 +3,8 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -19,10 +21,11 @@ namespace {
 struct Stat {
   char state = 0;
   uint64_t start_time = 0;
+  int32_t status = 0;  ///< of a process that has ended, as from waitpid()
 };
 
-/// Reads fields 3 and 22 of /proc/PID/stat, see proc(5). Field 2 is a name in parentheses that may
-/// contain any character.
+/// Reads fields 3, 22 and 52 of /proc/PID/stat, see proc(5). Field 2 is a name in parentheses that
+/// may contain any character.
 std::optional<Stat> read_stat(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -35,6 +38,8 @@ std::optional<Stat> read_stat(int64_t pid) {
   std::string skipped;
   for (int field = 4; field < 22; ++field) fields >> skipped;
   fields >> stat.start_time;
+  for (int field = 23; field < 52; ++field) fields >> skipped;
+  fields >> stat.status;
   return fields ? std::optional<Stat>(stat) : std::nullopt;
 }
 
@@ -68,9 +73,12 @@ std::optional<ProcessName> ProcessName::decode(const std::string& text) {
 }
 
 std::optional<ProcessName> this_process() {
+  return process_of(::getpid());  // read each time, since the process may have forked
+}
+
+std::optional<ProcessName> process_of(int64_t pid) {
   // Never destroyed: the store's threads check processes while this process exits.
   static const auto& host = *new std::string(name_of_host());
-  const int64_t pid = ::getpid();  // read each time, since the process may have forked
   const auto stat = read_stat(pid);
   if (!stat || host.empty()) return std::nullopt;
   return ProcessName{pretended_host().empty() ? host : pretended_host(), pid, stat->start_time};
@@ -109,6 +117,28 @@ ProcessState state_of(const ProcessName& process) {
   if (stat->start_time != process.start_time || stat->state == 'Z' || stat->state == 'X')
     return ProcessState::kEnded;
   return stat->state == 'T' || stat->state == 't' ? ProcessState::kStopped : ProcessState::kUnknown;
+}
+
+std::string outcome_of(const ProcessName& process, int fd) {
+  // struct pidfd_info of linux/pidfd.h, from Linux 6.15 on: for a process that was waited for.
+  struct {
+    uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
+    uint64_t cgroup = 0;
+    uint32_t ids[11] = {};
+    int32_t status = 0;
+  } info;
+  static_assert(sizeof(info) == 64);
+  std::optional<int32_t> status;
+  const auto stat = read_stat(process.pid);
+  if (stat && stat->start_time == process.start_time) {
+    status = stat->status;
+  } else if (::ioctl(fd, _IOWR(0xFF, 11, info), &info) == 0 && (info.mask & (1 << 3)) != 0) {
+    status = info.status;
+  }
+  if (!status) return "exit code unknown";
+  if (WIFSIGNALED(*status)) return "signal " + std::to_string(WTERMSIG(*status));
+  const int code = WEXITSTATUS(*status);
+  return code == 0 ? std::string() : "exit code " + std::to_string(code);
 }
 
 }  // namespace apex::parallel

@@ -17,9 +17,13 @@ struct ProcessName {
 
   std::string encode() const;
   static std::optional<ProcessName> decode(const std::string& text);
+  bool operator==(const ProcessName& other) const {
+    return pid == other.pid && start_time == other.start_time && host == other.host;
+  }
 };
 
-/// nullopt if the system does not provide it (no /proc).
+/// A process of this host. nullopt if it has ended, or if the system has no /proc.
+std::optional<ProcessName> process_of(int64_t pid);
 std::optional<ProcessName> this_process();
 
 /// The process id. Distinguishes a process from its forked children.
@@ -40,5 +44,8 @@ enum class ProcessState {
 
 /// Queries the system; blocks only for reading a file in /proc.
 ProcessState state_of(const ProcessName& process);
+
+/// How `process`, whose pidfd is `fd`, has ended: "signal 9", "exit code 1", "" for exit code 0.
+std::string outcome_of(const ProcessName& process, int fd);
 
 }  // namespace apex::parallel

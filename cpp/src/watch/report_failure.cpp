@@ -24,8 +24,7 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   auto until = began + group->patience, seen_at = began;
   Proof seen = look_around(*group), proven;
   const auto report = [&] {
-    group->report(
-        [&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen}; });
+    group->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen}; });
   };
   report();  // first, since other ranks may be waiting for this rank
   if (!group->knows_processes()) read_processes(group);

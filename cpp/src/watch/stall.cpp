@@ -243,9 +243,7 @@ void end_answers() {
 
 void answer_stalls(const WatchedGroupPtr& group) {
   group->store->thread().run(
-      [weak = std::weak_ptr<WatchedGroup>(group)] {
-        answer(weak, 0, std::make_shared<GpuWait>());
-      },
+      [weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0, std::make_shared<GpuWait>()); },
       Clock::now() + between_answers(*group));
 }
 

@@ -30,8 +30,8 @@ namespace apex::parallel {
 //
 // Over NCCL the GPU waits while the host continues, possibly several calls ahead. So the polls also
 // check whether the last launched collective has completed. If it does not for the stall time, the
-// rank asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only if
-// its host has not made the call yet.
+// rank asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only
+// if its host has not made the call yet.
 
 /// The stall time: 10 s, or the environment variable APEX_STALL_SECONDS; 0 turns verdicts off.
 std::chrono::milliseconds stall_time();
@@ -41,8 +41,8 @@ void set_stall_time(std::chrono::milliseconds time);
 /// From now on this rank answers stall posts in `group`.
 void answer_stalls(const WatchedGroupPtr& group);
 
-/// Records that this rank has launched `work`, the collective `what` of `group`, which the host does
-/// not wait for. Not while a graph is captured.
+/// Records that this rank has launched `work`, the collective `what` of `group`, which the host
+/// does not wait for. Not while a graph is captured.
 void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
                        const c10::intrusive_ptr<c10d::Work>& work) noexcept;
 

@@ -10,6 +10,7 @@
 #include "comm/by_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
+#include "watch/neighbours.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 
@@ -54,6 +55,18 @@ std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
   }
 }
 
+/// The processes of the ranks of the whole job, as far as the launcher's environment names them.
+std::map<int, ProcessName> launched_ranks_of(const WatchedGroup& group) {
+  const auto is = [](const char* name, int value) {
+    const char* const text = std::getenv(name);
+    return text != nullptr && std::to_string(value) == text;
+  };
+  if (!is("RANK", group.rank) || !is("WORLD_SIZE", group.size)) return {};
+  std::map<int, ProcessName> processes = launched_ranks();
+  processes.erase(group.rank);
+  return processes;
+}
+
 WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent,
                              const std::string& name) {
   const auto made = std::make_shared<WatchedGroup>();
@@ -74,6 +87,7 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroup
     made->board = parent->board;
     return made;
   }
+  made->processes = launched_ranks_of(*made);
   made->store = std::make_shared<StoreClient>(group);
   made->board = std::make_shared<StatusBoard>(
       made->store, [weak = std::weak_ptr<WatchedGroup>(made)](c10d::Store& shared) {
@@ -208,20 +222,22 @@ std::shared_future<void> read_processes(const WatchedGroupPtr& root) {
       if (rank == root->rank) continue;
       if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
     }
+    for (const auto& [rank, process] : found) watch_process(process);
     const std::lock_guard<std::mutex> lock(root->mutex);
-    root->processes.merge(found);  // keeps known entries: a rank is one process
+    found.merge(root->processes);
+    root->processes.swap(found);
   });
 }
 
+std::map<int, ProcessName> processes_of(WatchedGroup& group) {
+  const WatchedGroupPtr root = group.root();
+  const std::lock_guard<std::mutex> lock(root->mutex);
+  return root->processes;
+}
+
 Proof look_around(WatchedGroup& group, std::optional<ProcessState> only) {
-  std::map<int, ProcessName> processes;
-  {
-    const WatchedGroupPtr root = group.root();
-    const std::lock_guard<std::mutex> lock(root->mutex);
-    processes = root->processes;
-  }
   Proof proof;
-  for (const auto& [rank, process] : processes) {
+  for (const auto& [rank, process] : processes_of(group)) {
     const std::string name = "process " + std::to_string(process.pid);
     const ProcessState state = state_of(process);
     if (only && state != *only) continue;

@@ -66,7 +66,7 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::string verdict;  ///< result of report_failure()
   std::chrono::steady_clock::time_point verdict_until;  ///< the result is reused until then
 
-  /// The group that owns the store, the board and this rank's failure.
+  /// The group that owns the store, the board, the processes and this rank's failure.
   WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
   /// A name that no other group of this process has.
   const std::string& label() const { return name.empty() ? group_name : name; }
@@ -113,6 +113,9 @@ void remember_processes(const c10d::ProcessGroup& group) noexcept;
 
 /// The same, but reads on every call, and does not wait.
 std::shared_future<void> read_processes(const WatchedGroupPtr& root);
+
+/// The known processes of this host's other ranks, by rank.
+std::map<int, ProcessName> processes_of(WatchedGroup& group);
 
 /// Checks the processes of this host; returns those that have exited or are stopped.
 Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});

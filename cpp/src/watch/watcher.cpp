@@ -41,8 +41,7 @@ struct Wait::State {
   const WatchedGroupPtr group;
   const Position at;
   const Clock::time_point began = Clock::now();
-  const StatusBoard::Following following =
-      group->board->follow(timing::between_looks(group->size));
+  const StatusBoard::Following following = group->board->follow(timing::between_looks(group->size));
   StallWatch stall;
   Clock::time_point look_at;
   Clock::time_point ended_at;

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/neighbours.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "watch/notice.h"
+#include "watch/timing.h"
+#include "watch/watched_group.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Neighbour {
+  ProcessName process;
+  int fd = -1;          ///< its pidfd; -1 once it has ended
+  std::string outcome;  ///< "signal 9", "exit code 1"; empty while it runs, and for exit code 0
+};
+
+/// State of the process. Never destroyed, since the thread is not joined. A forked child has no
+/// such thread, and begins with none of the parent's neighbours.
+struct Neighbours {
+  std::mutex mutex;  ///< guards the rest
+  std::vector<Neighbour> all;
+  std::vector<const WaitScope*> waits;
+  std::atomic<bool> some_failed{false};  ///< a process has ended with an error
+  Clock::time_point printed;
+  bool started = false;                                          ///< the thread
+  const int changed = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  ///< `all` has grown
+};
+
+Neighbours& neighbours() {
+  static std::mutex* const mutex = new std::mutex;
+  static std::atomic<Neighbours*> current{nullptr};
+  static std::atomic<int64_t> pid{0};
+  if (pid == this_pid()) return *current;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (pid != this_pid()) {
+    current = new Neighbours;
+    pid = this_pid();
+  }
+  return *current;
+}
+
+/// Returns whether a line may be printed now, and counts it.
+bool may_print(Neighbours& state) {
+  const auto now = Clock::now();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (state.printed != Clock::time_point() && now - state.printed < timing::kVerdictHolds)
+    return false;
+  state.printed = now;
+  return true;
+}
+
+/// The line about the first wait in a group of a process that has ended with an error, which is
+/// found only once. Requires the mutex.
+std::optional<std::string> find_line(Neighbours& state) {
+  for (const WaitScope* const wait : state.waits) {
+    const WatchedGroupPtr known = find_watched(wait->group);
+    if (!known) continue;
+    std::string ended;
+    for (const auto& [rank, process] : processes_of(*known)) {
+      for (Neighbour& one : state.all) {
+        if (one.outcome.empty() || !(one.process == process)) continue;
+        ended += (ended.empty() ? "rank " : ", rank ") + std::to_string(rank) +
+                 " has ended (process " + std::to_string(process.pid) + ", " + one.outcome + ")";
+        one.outcome.clear();
+      }
+    }
+    if (ended.empty()) continue;
+    return "rank " + std::to_string(known->rank) + " of " + std::to_string(known->size) + ": " +
+           ended + known->note + ", while this rank waits in: " + wait->what;
+  }
+  return std::nullopt;
+}
+
+void print_if_waiting(Neighbours& state) {
+  std::optional<std::string> line;
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    line = find_line(state);
+  }
+  if (line && may_print(state)) notify(*line);
+}
+
+/// Polls until the process exits.
+void loop(Neighbours& state) {
+  std::vector<pollfd> fds;
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      fds.assign(1, {state.changed, POLLIN, 0});
+      for (const Neighbour& one : state.all) fds.push_back({one.fd, POLLIN, 0});
+    }
+    if (::poll(fds.data(), fds.size(), -1) < 0) continue;
+    if (uint64_t count = 0; (fds[0].revents & POLLIN) != 0)
+      static_cast<void>(::read(state.changed, &count, sizeof(count)) > 0);
+    bool failed = false;
+    {
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      for (size_t i = 1; i < fds.size(); ++i) {
+        if (fds[i].revents == 0) continue;
+        Neighbour& one = state.all[i - 1];
+        one.outcome = outcome_of(one.process, one.fd);
+        failed = failed || !one.outcome.empty();
+        ::close(std::exchange(one.fd, -1));
+      }
+      if (failed) state.some_failed = true;
+    }
+    if (failed) print_if_waiting(state);
+  }
+}
+
+}  // namespace
+
+void watch_process(const ProcessName& process) {
+  const auto self = this_process();
+  if (!self || self->host != process.host || self->pid == process.pid) return;
+  Neighbours& state = neighbours();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  const auto is_same = [&](const Neighbour& one) { return one.process == process; };
+  if (std::any_of(state.all.begin(), state.all.end(), is_same)) return;
+  const int fd = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
+  if (fd < 0) return;  // it has ended already, or the kernel is older than 5.3
+  state.all.push_back({process, fd, {}});
+  const uint64_t one = 1;
+  static_cast<void>(::write(state.changed, &one, sizeof(one)) > 0);
+}
+
+WaitScope::WaitScope(const c10d::ProcessGroup& of, const std::string& name)
+    : group(of), what(name) {
+  Neighbours& state = neighbours();
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.waits.push_back(this);
+    if (!state.started && !state.all.empty()) {
+      state.started = true;
+      std::thread([&state] { loop(state); }).detach();
+    }
+  }
+  if (state.some_failed) print_if_waiting(state);
+}
+
+WaitScope::~WaitScope() {
+  Neighbours& state = neighbours();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.waits.erase(std::remove(state.waits.begin(), state.waits.end(), this), state.waits.end());
+}
+
+void report_at_once(const std::string& text) {
+  if (may_print(neighbours())) notify(text);
+}
+
+std::map<int, ProcessName> launched_ranks() {
+  static auto* const mutex = new std::mutex;
+  static auto* const ranks = new std::map<int, ProcessName>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (std::getenv("RANK") == nullptr) return *ranks;
+  std::error_code error;
+  const std::string parent = "/proc/" + std::to_string(::getppid()) + "/task";
+  for (const auto& task : std::filesystem::directory_iterator(parent, error)) {
+    std::ifstream children(task.path() / "children");
+    for (int64_t pid = 0; children >> pid;) {
+      std::ifstream environment("/proc/" + std::to_string(pid) + "/environ");
+      for (std::string entry; std::getline(environment, entry, '\0');) {
+        if (entry.rfind("RANK=", 0) != 0) continue;
+        const auto process = process_of(pid);
+        if (!process) continue;
+        ranks->emplace(std::atoi(entry.c_str() + 5), *process);
+        watch_process(*process);
+      }
+    }
+  }
+  return *ranks;
+}
+
+namespace {
+
+/// When the library is loaded, all ranks are still there.
+[[maybe_unused]] const bool kRead = (launched_ranks(), true);
+
+}  // namespace
+
+}  // namespace apex::parallel

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// Reports at once that the process of a rank on this host has ended with an error.
+
+#include <map>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "watch/process_state.h"
+
+namespace apex::parallel {
+
+// Note [The early line]
+//
+// The error of a waiting rank names the lost rank after some 100 ms, when other ranks have had time
+// to report. A launcher has killed the waiting ranks by then: torchrun polls its processes every
+// 100 ms. So a thread polls the pidfd of each process of this host that belongs to a rank of a
+// group. When a process ends with an error while this rank waits in a group of that rank, the
+// thread prints one line to stderr. A process that ends with exit code 0 is left to the error.
+//
+// The survivors fail soon after, so later ends within some seconds are not reported.
+
+/// From now on the end of `process` is noticed. Thread safe.
+void watch_process(const ProcessName& process);
+
+/// The processes of the job's ranks on this host, by rank, as far as the launcher has started them
+/// as children of one process with RANK in their environment, as torchrun and multiproc do. Needs
+/// no store, so it also names a rank that ends before it uses a group. Read when the library is
+/// loaded, and in each call.
+std::map<int, ProcessName> launched_ranks();
+
+/// Scope of a wait of this thread for other ranks of `group` in the collective `what`, both of
+/// which outlive it.
+class WaitScope {
+ public:
+  WaitScope(const c10d::ProcessGroup& group, const std::string& what);
+  ~WaitScope();
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+  const c10d::ProcessGroup& group;
+  const std::string& what;
+};
+
+/// The same line for a rank on another host, of which only a broken connection is known: prints
+/// `text` unless a line was printed within some seconds.
+void report_at_once(const std::string& text);
+
+}  // namespace apex::parallel

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rank that ends is named on stderr before the launcher has killed the other ranks.
+
+Run as a program, it counts over many runs:
+
+    python python/tests/test_dead_rank.py --runs 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+PLACES = ["construction", "batch norm", "backward", "loader"]
+LAUNCHERS = ["torchrun", "multiproc"]
+CHANNELS = ["1", "0"]  # shared memory, sockets
+ENDS = ["killed", "raises"]
+STEP = 20
+
+
+# --- the job ---
+
+
+def _end(end: str) -> None:
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("this rank has a bug")
+
+
+def _job(place: str, end: str) -> None:
+    from apex.parallel import DistributedDataParallel, SyncBatchNorm
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ends = False
+
+    def dies(grad: Tensor) -> Tensor:
+        if ends and place == "backward":
+            _end(end)
+        return grad
+
+    def dies_in_forward(module: nn.Module, arguments: object) -> None:
+        if ends and place == "batch norm":
+            _end(end)
+
+    model = nn.Sequential(nn.Linear(8, 64), SyncBatchNorm(64), nn.ReLU(), nn.Linear(64, 4))
+    model[1].register_forward_pre_hook(dies_in_forward)
+    if rank == world - 1 and place == "construction":
+        _end(end)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(10 * STEP):
+        ends = rank == world - 1 and step == STEP
+        if ends and place == "loader":
+            _end(end)
+        y = ddp(torch.randn(16, 8))
+        y.register_hook(dies)
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+        time.sleep(0.002)
+    dist.destroy_process_group()
+
+
+# --- measuring ---
+
+
+def _output(launcher: str, world: int, place: str, channel: str, end: str, folder: Path) -> str:
+    """What all ranks and the launcher have written."""
+    commands = {
+        "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={world}"],
+        "multiproc": ["apex.parallel.multiproc", f"--nproc={world}", "--master-port=0"],
+    }
+    command = [sys.executable, "-m", *commands[launcher], __file__, "--place", place, "--end", end]
+    environment = dict(os.environ, APEX_HOST_CHANNEL=channel, OMP_NUM_THREADS="1")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        environment.pop(name, None)
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    logs = [path.read_text() for path in sorted(folder.glob("rank_*.log"))]
+    for path in folder.glob("rank_*.log"):
+        path.unlink()
+    return "\n".join([run.stdout, run.stderr, *logs])
+
+
+def named(text: str, world: int) -> int:
+    """The number of ranks whose line, or error, names the rank that has ended."""
+    lost = rf"rank {world - 1} has ended \(process \d+, (signal 9|exit code 1)\)"
+    lines = re.findall(
+        rf"^apex: rank (\d) of {world}: {lost}, while this rank waits in: \S", text, re.M
+    )
+    assert len(lines) == len(set(lines)), f"printed twice:\n{text}"
+    return len(lines)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_rank_ends_it_is_named_before_the_others_are_killed(
+    launcher: str, place: str, tmp_path: Path
+) -> None:
+    end = "raises" if place in ("batch norm", "loader") else "killed"
+    channel = "0" if place in ("backward", "batch norm") else "1"
+    text = _output(launcher, 2, place, channel, end, tmp_path)
+    assert named(text, 2) == 1, text
+
+
+@pytest.mark.processes
+def test_ranks_that_end_normally_are_not_named(tmp_path: Path) -> None:
+    text = _output("torchrun", 2, "nowhere", "1", "killed", tmp_path)
+    assert "has ended" not in text, text
+
+
+def _count(runs: int, worlds: list[int]) -> None:
+    from tempfile import TemporaryDirectory
+
+    for case in itertools.product(LAUNCHERS, worlds, PLACES, CHANNELS, ENDS):
+        launcher, world, place, channel, end = case
+        counts = []
+        for _ in range(runs):
+            with TemporaryDirectory() as folder:
+                counts.append(
+                    named(_output(launcher, world, place, channel, end, Path(folder)), world)
+                )
+        print(*case, f"named in {sum(c > 0 for c in counts)} of {runs}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="runs of each case")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--place", help=argparse.SUPPRESS)
+    parser.add_argument("--end", default="killed", help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    options, _ = parser.parse_known_args()
+    if options.place is not None:
+        _job(options.place, options.end)
+    else:
+        _count(options.runs, options.worlds)
