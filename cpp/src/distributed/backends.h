@@ -30,7 +30,6 @@ struct BackendRequest {
   std::string group_name;
   /// Empty for the default group, as in torch.distributed.
   std::vector<uint64_t> global_ranks;
-  NcclOptions nccl;
 };
 
 /// A backend of this package that blocks the host, like Gloo. It may contain a Gloo backend over

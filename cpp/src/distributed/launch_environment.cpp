@@ -48,11 +48,6 @@ std::vector<LauncherVariables> known_launchers() {
        {"OMPI_COMM_WORLD_SIZE"},
        "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
-      {"MVAPICH",
-       "MV2_COMM_WORLD_RANK",
-       {"MV2_COMM_WORLD_SIZE"},
-       "MV2_COMM_WORLD_LOCAL_RANK",
-       "MV2_COMM_WORLD_LOCAL_SIZE"},
       {"MPI", "PMI_RANK", {"PMI_SIZE"}, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
       {"SLURM",
        "SLURM_PROCID",
@@ -182,12 +177,6 @@ std::optional<LaunchRanks> read_launch_ranks(const EnvironmentLookup& lookup) {
     ranks.rank = *rank;
     ranks.world_size = *size;
     ranks.local_rank = read_int(lookup, names.local_rank, 0, kMaxRanks);
-    // srun with a PMI plugin sets PMI_RANK and PMI_SIZE, but the local rank only as SLURM_LOCALID.
-    const LauncherVariables slurm = known_launchers().back();
-    if (!ranks.local_rank && read_int(lookup, slurm.rank, 0, kMaxRanks) == rank &&
-        read_size(lookup, slurm).value == size) {
-      ranks.local_rank = read_int(lookup, slurm.local_rank, 0, kMaxRanks);
-    }
     if (names.local_size != nullptr) {
       ranks.local_world_size = read_int(lookup, names.local_size, 1, kMaxRanks);
     }

@@ -9,9 +9,7 @@
 namespace apex::distributed {
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
-  auto options = c10d::ProcessGroupNCCL::Options::create(request.nccl.high_priority_stream());
-  if (request.nccl.min_ctas()) options->config.minCTAs = *request.nccl.min_ctas();
-  if (request.nccl.max_ctas()) options->config.maxCTAs = *request.nccl.max_ctas();
+  auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = request.timeout;
   options->group_name = request.group_name;
   options->global_ranks_in_group = request.global_ranks;

@@ -126,21 +126,6 @@ std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milli
   return std::min<std::chrono::milliseconds>(*timeout, kLongestTimeout);
 }
 
-void check_nccl_options(const NcclOptions& nccl) {
-  const auto check = [](const std::optional<int>& value, const char* name) {
-    if (value && *value < 1) {
-      throw InvalidArgument(std::string("nccl.") + name + " is " + std::to_string(*value) +
-                            ", but a collective needs at least 1 CTA");
-    }
-  };
-  check(nccl.min_ctas(), "min_ctas");
-  check(nccl.max_ctas(), "max_ctas");
-  if (nccl.min_ctas() && nccl.max_ctas() && *nccl.min_ctas() > *nccl.max_ctas()) {
-    throw InvalidArgument("nccl.min_ctas is " + std::to_string(*nccl.min_ctas()) +
-                          ", more than nccl.max_ctas, " + std::to_string(*nccl.max_ctas()));
-  }
-}
-
 /// The GPU of a rank without device_index. Hosts may have fewer GPUs than the job has ranks.
 int default_gpu(const std::optional<int>& local_rank, int rank) {
   const int gpus = visible_gpus();
@@ -266,7 +251,6 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
   }
-  check_nccl_options(options.nccl());
   auto world = std::make_unique<World>();
   world->backends = parse_backend(backend);
   world->timeout = options.timeout();
@@ -293,7 +277,6 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   request.rank = plan.rank;
   request.size = plan.world_size;
   request.timeout = plan.timeout;
-  request.nccl = options.nccl();
   const auto default_store = c10::make_intrusive<c10d::PrefixStore>("default_pg", job_store);
   world->group =
       connect_group(plan.describe(), "0", "default_pg", default_store, world->backends, request);
@@ -305,9 +288,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
 
 c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
                                                  const std::string& backend,
-                                                 std::optional<std::chrono::milliseconds> timeout,
-                                                 const NcclOptions& nccl) {
-  check_nccl_options(nccl);
+                                                 std::optional<std::chrono::milliseconds> timeout) {
   const std::lock_guard<std::mutex> meeting(meeting_mutex());
   World& world = require_world();
   const int self = world.group->getRank();
@@ -328,7 +309,6 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   }
   const auto backends = backend.empty() ? world.backends : parse_backend(backend);
   BackendRequest request;
-  request.nccl = nccl;
   request.timeout = resolve_timeout(timeout ? timeout : world.timeout, backends);
   if (uses_nccl(backends)) {
     require_nccl();
@@ -354,11 +334,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   return group;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> new_group(std::optional<std::chrono::milliseconds> timeout,
-                                                 const NcclOptions& nccl) {
+c10::intrusive_ptr<c10d::ProcessGroup> new_group(std::optional<std::chrono::milliseconds> timeout) {
   std::vector<int> ranks(static_cast<size_t>(get_default_group()->getSize()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return new_group(ranks, "", timeout, nccl);
+  return new_group(ranks, "", timeout);
 }
 
 bool is_initialized() {
@@ -391,7 +370,7 @@ std::string host_id() {
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> new_group_of_host(
-    std::optional<std::chrono::milliseconds> timeout, const NcclOptions& nccl) {
+    std::optional<std::chrono::milliseconds> timeout) {
   constexpr const char* kWhat = "new_group_of_host()";
   const Group world = get_default_group();
   const std::string host = host_id();
@@ -407,7 +386,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group_of_host(
     hosts[digests.const_data_ptr<int64_t>()[rank]].push_back(rank);
   Group made;
   for (const auto& [of_host, ranks] : hosts) {
-    if (Group group = new_group(ranks, "", timeout, nccl)) made = std::move(group);
+    if (Group group = new_group(ranks, "", timeout)) made = std::move(group);
   }
   return made;
 }

@@ -15,7 +15,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <apex/error.h>
-#include <distributed/tcp_probe.h>
 
 #include "comm/error_text.h"
 
@@ -74,17 +73,6 @@ std::string Rendezvous::describe() const {
 
 c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous) {
   const bool is_server = rendezvous.rank == 0 && !rendezvous.agent_store;
-  if (rendezvous.kind != InitMethod::Kind::kFile && !is_server) {
-    const std::string why =
-        wait_for_listener(rendezvous.master.host, rendezvous.master.port, rendezvous.timeout);
-    if (!why.empty()) {
-      throw_not_joined(rendezvous,
-                       (rendezvous.agent_store ? "the launcher's agent" : "rank 0") +
-                           std::string(" was not reached, ") + why +
-                           ": check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and the "
-                           "firewall");
-    }
-  }
   try {
     if (rendezvous.kind == InitMethod::Kind::kFile) {
       // torch would retry for longer than the timeout.

@@ -11,7 +11,6 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
-#include "distributed/tcp_probe.h"
 #include "watch/forced_unwind.h"
 #include "watch/process_state.h"
 #include "watch/timing.h"
@@ -84,17 +83,13 @@ std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
 
 StorePtr StoreThread::connection() {
   if (connection_) return connection_;
-  if (losses_ > 0) {
-    // torch's store would retry for minutes and log it.
-    if (Clock::now() < not_before_) throw Error("the store was lost");
-    const std::string why =
-        distributed::wait_for_listener(server_->host, server_->options.port, timing::kProbe);
-    if (!why.empty()) {
-      not_before_ = Clock::now() + timing::kReconnect;
-      throw Error("the store was lost, and " + why);
-    }
+  if (gone_) throw Error("the store was lost");
+  try {
+    connection_ = c10::make_intrusive<c10d::TCPStore>(server_->host, server_->options);
+  } catch (...) {
+    gone_ = true;  // torch's store has retried, and logged it
+    throw;
   }
-  connection_ = c10::make_intrusive<c10d::TCPStore>(server_->host, server_->options);
   return connection_;
 }
 
@@ -102,6 +97,7 @@ void StoreThread::connection_lost() {
   if (!connection_) return;
   connection_.reset();
   ++losses_;
+  server_->options.timeout = timing::kReconnect;
 }
 
 int64_t StoreThread::losses() const { return losses_; }

@@ -47,7 +47,7 @@ class StoreThread {
   /// Whether the store has a server, to which the thread connects.
   bool has_server() const { return server_.has_value(); }
   /// On the thread: this process's own connection to the store's server.
-  /// @throws Error if the server cannot be reached; then for one second without trying again.
+  /// @throws Error if the server cannot be reached; then it is not tried again.
   StorePtr connection();
   /// On the thread: a call has failed. The next call makes a new connection.
   void connection_lost();
@@ -67,7 +67,7 @@ class StoreThread {
   // Used on the thread.
   StorePtr connection_;
   int64_t losses_ = 0;
-  Clock::time_point not_before_;  ///< earliest time of the next connection attempt
+  bool gone_ = false;  ///< the server could not be reached
 };
 
 /// Access to a group's store through its thread; see Note [Stores that are not kept]. A store

@@ -31,9 +31,8 @@ constexpr milliseconds kAlone{2000};
 /// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 
-/// Time before a lost connection to the store is made again, and the time limit of a probe for it.
-constexpr milliseconds kReconnect{1000};
-constexpr milliseconds kProbe{200};
+/// Time limit for making a lost connection to the store again.
+constexpr milliseconds kReconnect{200};
 
 // --- a stall: fractions of the stall time ---
 

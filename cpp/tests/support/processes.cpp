@@ -43,7 +43,7 @@ bool is_launcher_variable(const std::string& name) {
     }
   }
   for (const char* prefix :
-       {"SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_LOCAL", "TORCHELASTIC_", "TORCH_DISTRIBUTED_"}) {
+       {"SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "TORCHELASTIC_", "TORCH_DISTRIBUTED_"}) {
     if (name.rfind(prefix, 0) == 0) {
       return true;
     }

@@ -23,8 +23,8 @@ APEX_API std::optional<std::string> process_environment(const std::string& name)
 
 /// The ranks that the launcher assigned.
 struct LaunchRanks {
-  /// "torchrun", "Open MPI", "MPI" (PMI, e.g. MPICH and Intel MPI), "MVAPICH" or "SLURM". Any
-  /// launcher that sets RANK and WORLD_SIZE is called "torchrun".
+  /// "torchrun", "Open MPI", "MPI" (PMI, e.g. MPICH and Intel MPI) or "SLURM". Any launcher that
+  /// sets RANK and WORLD_SIZE is called "torchrun".
   std::string launcher;
   /// 0 <= rank < world_size.
   int rank = 0;
@@ -36,11 +36,9 @@ struct LaunchRanks {
 };
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK (torchrun and its like); else OMPI_COMM_WORLD_RANK, _SIZE,
-/// _LOCAL_RANK, _LOCAL_SIZE (Open MPI); else MV2_COMM_WORLD_RANK, ... (MVAPICH); else PMI_RANK,
-/// PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS (MPICH, Intel MPI); else SLURM_PROCID,
-/// SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID (srun). nullopt if none of them is set. If
-/// the launcher does not set the local rank, it is SLURM_LOCALID, provided that SLURM assigned the
-/// same rank and size (srun with a PMI plugin).
+/// _LOCAL_RANK, _LOCAL_SIZE (Open MPI); else PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+/// (MPICH, Intel MPI); else SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID
+/// (srun). nullopt if none of them is set.
 ///
 /// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
 ///   not a number, or when the rank is not below the size.

@@ -27,17 +27,6 @@
 
 namespace apex::distributed {
 
-/// Options of NCCL. Unset fields leave the choice to NCCL.
-struct NcclOptions {
-  /// Run collectives on a high-priority stream, so that they start before computation that was
-  /// queued earlier on other streams.
-  TORCH_ARG(bool, high_priority_stream) = false;
-  /// Minimum and maximum number of thread blocks (CTAs) of a collective, from 1. More CTAs give
-  /// more bandwidth; fewer leave more of the GPU to overlapped computation.
-  TORCH_ARG(std::optional<int>, min_ctas);
-  TORCH_ARG(std::optional<int>, max_ctas);
-};
-
 /// How a process joins a job. All fields are optional:
 ///
 ///     apex::distributed::init_process_group(
@@ -59,8 +48,6 @@ struct ProcessGroupOptions {
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout);
   /// GPU of this process, for NCCL. Unset: the GPU of the local rank.
   TORCH_ARG(std::optional<int>, device_index);
-  /// Ignored by other backends.
-  TORCH_ARG(NcclOptions, nccl);
 };
 
 /// Joins the job and returns its group, which is also registered under its name for
@@ -79,8 +66,8 @@ struct ProcessGroupOptions {
 /// hosts it.
 ///
 /// @throws apex::InvalidArgument, immediately and before anything is sent: a missing or malformed
-///   environment variable (named in the message), an unknown backend, impossible options.nccl, NCCL
-///   without a GPU or in a build without CUDA, a second call without destroy_process_group().
+///   environment variable (named in the message), an unknown backend, NCCL without a GPU or in a
+///   build without CUDA, a second call without destroy_process_group().
 /// @throws apex::InvalidArgument, after the ranks have met: two ranks disagree on the world size,
 ///   or two processes have the same rank.
 /// @throws apex::CommunicationError within the timeout: rank 0 unreachable, its port in use, ranks
@@ -93,27 +80,25 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
 /// Creates a group of some of the ranks, e.g. for SyncBatchNorm within a host or for a second
 /// communicator. `ranks` are ranks of the default group, in any order; the new group numbers them
 /// in ascending order. All ranks of the default group must call it in the same order. Ranks that
-/// are not members get null. `backend`: empty for that of the default group. `nccl` applies to this
-/// group only, for instance fewer CTAs for gradients and high priority for batch-norm statistics.
-/// Blocks members until all of them have joined.
+/// are not members get null. `backend`: empty for that of the default group. Blocks members until
+/// all of them have joined.
 ///
-/// @throws apex::InvalidArgument for duplicate or unknown ranks, impossible `nccl`, or without a
-///   default group.
+/// @throws apex::InvalidArgument for duplicate or unknown ranks, or without a default group.
 /// @throws apex::CommunicationError when a member does not arrive in time.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     const std::vector<int>& ranks, const std::string& backend = "",
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
 /// The same, for ranks in braces.
 inline c10::intrusive_ptr<c10d::ProcessGroup> new_group(
     std::initializer_list<int> ranks, const std::string& backend = "",
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {}) {
-  return new_group(std::vector<int>(ranks), backend, timeout, nccl);
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt) {
+  return new_group(std::vector<int>(ranks), backend, timeout);
 }
 
 /// The same for all ranks, as a second communicator.
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group(
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
 /// Whether a default group exists: init_process_group() was called, and destroy_process_group() was
 /// not called since. Does not see a default group that torch.distributed created in Python.
@@ -145,7 +130,7 @@ APEX_API std::string host_id();
 /// must call it, as new_group(). Blocks until the ranks of all hosts have joined.
 /// @throws as new_group().
 APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group_of_host(
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt, const NcclOptions& nccl = {});
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
 /// Blocks until every rank of `group` (null: the default group) has called it.
 /// @throws apex::CommunicationError if a rank does not call it within the group's timeout.
