@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "watch/store_thread.h"
 
+#include <condition_variable>
+#include <cstdint>
 #include <map>
 #include <mutex>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,48 +17,64 @@
 #include "comm/endings.h"
 #include "watch/forced_unwind.h"
 #include "watch/process_state.h"
-#include "watch/timing.h"
 
 namespace apex::parallel {
 
 namespace {
 
-/// PrefixStore has no getter for its prefix.
-struct Prefix : c10d::PrefixStore {
-  static const std::string& of(const c10d::PrefixStore& store) { return store.*(&Prefix::prefix_); }
-};
-
-c10d::PrefixStore* as_prefixed(const StorePtr& store) {
-  return dynamic_cast<c10d::PrefixStore*>(store.get());
-}
-
-/// What the store's calls put before a key.
-std::optional<std::string> prefix_of(const StorePtr& store) {
-  auto* const prefixed = as_prefixed(store);
-  if (prefixed == nullptr) return std::nullopt;
-  const auto below = prefix_of(prefixed->getUnderlyingStore());
-  return (below ? *below + "/" : std::string()) + Prefix::of(*prefixed);
-}
-
 StorePtr base_of(StorePtr store) {
-  while (auto* const prefixed = as_prefixed(store)) store = prefixed->getUnderlyingStore();
+  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    store = prefixed->getUnderlyingStore();
   return store;
 }
 
-const c10d::TCPStore* as_server(const StorePtr& base) {
+const c10d::TCPStore* as_tcp(const StorePtr& base) {
   return dynamic_cast<const c10d::TCPStore*>(base.get());
 }
 
 }  // namespace
 
-StoreThread::StoreThread(const c10d::TCPStore* server) {
-  if (server == nullptr) return;
-  c10d::TCPStoreOptions options;
-  options.port = server->getPort();
-  options.waitWorkers = false;
-  options.timeout = server->getTimeout();
-  options.useLibUV = server->isLibUvBackend();
-  server_ = Server{server->getHost(), options};
+struct StoreThread::State {
+  std::mutex mutex;  ///< guards what follows
+  std::condition_variable news;
+  std::multimap<Clock::time_point, std::function<void()>> jobs;
+  bool ended = false;
+
+  static void loop(const std::shared_ptr<State>& state) {
+    for (std::unique_lock<std::mutex> lock(state->mutex);;) {
+      const auto first = state->jobs.begin();
+      if (first != state->jobs.end() && first->first <= Clock::now()) {
+        std::function<void()> job = std::move(first->second);
+        state->jobs.erase(first);
+        lock.unlock();
+        job();
+        job = nullptr;
+        lock.lock();
+      } else if (state->ended) {
+        return;
+      } else if (first == state->jobs.end()) {
+        state->news.wait(lock);
+      } else {
+        state->news.wait_until(lock, first->first);
+      }
+    }
+  }
+};
+
+StoreThread::StoreThread() : state_(std::make_shared<State>()) {
+  std::thread([state = state_] { State::loop(state); }).detach();
+}
+
+StoreThread::~StoreThread() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->ended = true;
+  state_->news.notify_all();
+}
+
+void StoreThread::run(std::function<void()> job, Clock::time_point at) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->jobs.emplace(at, std::move(job));
+  state_->news.notify_all();
 }
 
 std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
@@ -64,49 +84,26 @@ std::shared_ptr<StoreThread> StoreThread::of(const StorePtr& store) {
   static auto* const mutex = new std::mutex;
   static auto* const all = new std::map<std::pair<int64_t, Address>, std::weak_ptr<StoreThread>>;
   const StorePtr base = base_of(store);
-  const auto* const server = as_server(base);
+  const auto* const tcp = as_tcp(base);
   const std::lock_guard<std::mutex> lock(*mutex);
   for (auto known = all->begin(); known != all->end();)
     known = known->second.expired() ? all->erase(known) : std::next(known);
   const Address address =
-      server != nullptr
-          ? Address(server->getHost() + ' ' + std::to_string(server->getPort()), nullptr)
-          : Address("", base.get());
+      tcp != nullptr ? Address(tcp->getHost() + ' ' + std::to_string(tcp->getPort()), nullptr)
+                     : Address("", base.get());
   std::weak_ptr<StoreThread>& known = (*all)[{this_pid(), address}];
   std::shared_ptr<StoreThread> thread = known.lock();
   if (!thread) {
-    thread.reset(new StoreThread(server));
+    thread.reset(new StoreThread);
     known = thread;
   }
   return thread;
 }
 
-StorePtr StoreThread::connection() {
-  if (connection_) return connection_;
-  if (gone_) throw Error("the store was lost");
-  try {
-    connection_ = c10::make_intrusive<c10d::TCPStore>(server_->host, server_->options);
-  } catch (...) {
-    gone_ = true;  // torch's store has retried, and logged it
-    throw;
-  }
-  return connection_;
-}
-
-void StoreThread::connection_lost() {
-  if (!connection_) return;
-  connection_.reset();
-  ++losses_;
-  server_->options.timeout = timing::kReconnect;
-}
-
-int64_t StoreThread::losses() const { return losses_; }
-
 StoreClient::StoreClient(const c10d::ProcessGroup& group)
     : group_(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
           const_cast<c10d::ProcessGroup*>(&group))),
-      thread_(StoreThread::of(group.getStore())),
-      prefix_(prefix_of(group.getStore())) {}
+      thread_(StoreThread::of(group.getStore())) {}
 
 StorePtr StoreClient::view() {
   auto group = group_.lock();
@@ -115,26 +112,26 @@ StorePtr StoreClient::view() {
     end_elsewhere([group = std::move(group)]() mutable { group.reset(); }, false);
   group.reset();
   if (!given) throw Error("the group was destroyed");
-  if (!thread_->has_server()) return given;
-  if (view_ && losses_ == thread_->losses()) return view_;
-  view_ = thread_->connection();
-  losses_ = thread_->losses();
-  if (prefix_) view_ = c10::make_intrusive<c10d::PrefixStore>(*prefix_, view_);
-  return view_;
+  if (lost_) throw Error("the store was lost");
+  if (as_tcp(base_of(given)) == nullptr) return given;
+  if (clone_) return clone_;
+  lost_ = true;  // torch's store would retry each call for minutes, and log it
+  clone_ = given->clone();
+  lost_ = false;
+  return clone_;
 }
 
 void StoreClient::run(const Body& body) {
-  StorePtr store = view();
+  const StorePtr store = view();
   try {
-    return body(*store);
+    body(*store);
   } catch (APEX_FORCED_UNWIND) {
     throw;
   } catch (...) {
-    if (!view_) throw;  // the connection was not in use
-    thread_->connection_lost();
+    lost_ = clone_ != nullptr;
+    clone_.reset();
+    throw;
   }
-  store = view();
-  body(*store);
 }
 
 std::shared_future<void> StoreClient::post(Body body) {

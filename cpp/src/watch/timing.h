@@ -31,9 +31,6 @@ constexpr milliseconds kAlone{2000};
 /// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 
-/// Time limit for making a lost connection to the store again.
-constexpr milliseconds kReconnect{200};
-
 // --- a stall: fractions of the stall time ---
 
 /// Until a waiting rank posts its position and asks the others.
