@@ -171,7 +171,7 @@ void report_at_once(const std::string& text) {
   if (may_print(neighbours())) notify(text);
 }
 
-std::map<int, ProcessName> launched_ranks() {
+std::map<int, ProcessName> launched_ranks() noexcept try {
   static auto* const mutex = new std::mutex;
   static auto* const ranks = new std::map<int, ProcessName>;
   const std::lock_guard<std::mutex> lock(*mutex);
@@ -192,6 +192,8 @@ std::map<int, ProcessName> launched_ranks() {
     }
   }
   return *ranks;
+} catch (...) {
+  return {};  // a process has ended meanwhile
 }
 
 namespace {

@@ -29,7 +29,7 @@ void watch_process(const ProcessName& process);
 /// as children of one process with RANK in their environment, as torchrun and multiproc do. Needs
 /// no store, so it also names a rank that ends before it uses a group. Read when the library is
 /// loaded, and in each call.
-std::map<int, ProcessName> launched_ranks();
+std::map<int, ProcessName> launched_ranks() noexcept;
 
 /// Scope of a wait of this thread for other ranks of `group` in the collective `what`, both of
 /// which outlive it.
