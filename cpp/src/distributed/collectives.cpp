@@ -59,8 +59,7 @@ std::string name_of(Op::RedOpType op) {
 
 /// Gloo, NCCL and shared memory support different sets. This is their intersection, so that a
 /// program does not depend on where its ranks run.
-void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* what,
-                       const c10d::ProcessGroup& group) {
+void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* what) {
   const at::ScalarType dtype = tensor.scalar_type();
   const bool floating =
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
@@ -71,7 +70,6 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
   if (op == Op::SUM && (floating || complex || integer)) return;
   if (op == Op::AVG && (floating || complex)) return;
   if (ordered && (floating || integer)) return;
-  parallel::announce_failure(group, what);  // to ranks whose arguments are valid
   throw InvalidArgument(std::string(what) + ": unsupported reduction: " + name_of(op) + " of " +
                         c10::toString(dtype) +
                         "; supported are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, int64, "
@@ -98,7 +96,7 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
   require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_or_default(group);
-  require_reducible(tensor, op, kWhat, *among);
+  require_reducible(tensor, op, kWhat);
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
   const bool divides = op == Op::AVG && lacks_average(real, *among);
   // An average of a 16-bit dtype is rounded once, as in the other backends.
@@ -151,7 +149,7 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
     throw InvalidArgument("reduce_scatter(): the first dimension of the tensor must be " +
                           std::to_string(among->getSize()) + ", the number of ranks");
   }
-  require_reducible(tensor, Op::SUM, kWhat, *among);
+  require_reducible(tensor, Op::SUM, kWhat);
   at::Tensor received = at::empty_like(tensor);
   parallel::run_collective(kWhat, *among, [&] {
     return parallel::issue_all_to_all(kWhat, *among, as_bytes(received), as_bytes(tensor));
