@@ -56,8 +56,12 @@ void combine_block(int64_t begin, int64_t numel, const std::vector<const char*>&
     for (int64_t i = 0; i < numel; ++i) sum[i] = combined<op>(sum[i], static_cast<Value>(more[i]));
   }
   if constexpr (op == Op::AVG) {
-    const auto scale = Value(1) / static_cast<Value>(from.size());
-    for (int64_t i = 0; i < numel; ++i) sum[i] *= scale;
+    const auto ranks = static_cast<Value>(from.size());
+    if ((from.size() & (from.size() - 1)) == 0) {  // 1 / ranks is exact, and faster
+      for (int64_t i = 0; i < numel; ++i) sum[i] *= Value(1) / ranks;
+    } else {
+      for (int64_t i = 0; i < numel; ++i) sum[i] /= ranks;
+    }
   }
   if constexpr (!std::is_same_v<Value, Stored>) {
     auto* out = reinterpret_cast<Stored*>(to.front()) + begin;

@@ -59,6 +59,14 @@ at::Tensor values(int64_t numel, at::ScalarType dtype, uint64_t seed) {
   return at::randn({numel}, generator, at::TensorOptions(at::kDouble)).to(dtype);
 }
 
+/// The quotient, rounded once to the dtype of `sum`.
+at::Tensor divided(const at::Tensor& sum, size_t by) {
+  const at::Tensor real = sum.is_complex() ? at::view_as_real(sum) : sum;
+  const at::Tensor quotient =
+      real.to(at::kDouble).div(static_cast<double>(by)).to(real.scalar_type());
+  return sum.is_complex() ? at::view_as_complex(quotient) : quotient;
+}
+
 /// The exact result: float64, in rank order, rounded once for 16-bit dtypes.
 at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
@@ -71,10 +79,7 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
       if (op == Op::SUM || op == Op::AVG) sum = sum + inputs[rank];
       if (op == Op::PRODUCT) sum = sum * inputs[rank];
     }
-    if (op != Op::AVG) return sum;
-    const at::Tensor factor =
-        at::ones({}, at::toRealValueType(dtype)).div(static_cast<double>(inputs.size()));
-    return sum * factor;
+    return op == Op::AVG ? divided(sum, inputs.size()) : sum;
   }
   const bool wide = at::isIntegralType(dtype, false);
   at::Tensor sum = inputs[0].to(wide ? at::kLong : at::kFloat);
@@ -88,7 +93,7 @@ at::Tensor reference(const std::vector<at::Tensor>& inputs, Op op) {
     if (op == Op::BOR) sum = sum.bitwise_or(more);
     if (op == Op::BXOR) sum = sum.bitwise_xor(more);
   }
-  if (op == Op::AVG) sum = sum * (1.0F / static_cast<float>(inputs.size()));
+  if (op == Op::AVG) sum = divided(sum, inputs.size());
   return sum.to(dtype);
 }
 
