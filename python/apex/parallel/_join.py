@@ -227,12 +227,11 @@ def _shadow_batch_norm(length: int, kind: int, device: torch.device) -> None:
         return
     empty = torch.empty(0, length, device=device)
     if kind == 0:
-        nothing = (None,) * 6
-        ops.sync_batch_norm(empty, *nothing, 0.1, 1e-5, False, False, group)
+        nothing = (None,) * 5
+        ops.sync_batch_norm(empty, *nothing, 0.1, 1e-5, group)
         return
     statistics = torch.ones(length, dtype=torch.float64, device=device)
     count = torch.ones(1, dtype=torch.int64, device=device)
     ops.sync_batch_norm_backward(
-        empty, empty, None, None, None, statistics, statistics, count, 1e-5, False, False,
-        [True, False, False, False], group,
-    )  # fmt: skip
+        empty, empty, None, statistics, statistics, count, [True, False, False], group
+    )
