@@ -153,7 +153,7 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments
                                                running_var, batches,     a.momentum, a.eps,
                                                group,       a.layer_name};
     at::Tensor y;
-    if (!group.empty() || (training && x.is_cuda())) {
+    if (!group.empty() || (training && !x.is_cpu())) {
       y = std::get<0>(detail::call(of_operator));
     } else {
       detail::check(of_operator);
