@@ -316,8 +316,8 @@ void init_reducer(nb::module_& m) {
       .def("end_join", &Reducer::end_join, release())
       .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
       .def("await_event", &Reducer::await_event, release())
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"),
-           release(), "A rank that had data to the end, or -1 if all had. Collective.")
+      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), release(),
+           "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())

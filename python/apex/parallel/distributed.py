@@ -632,24 +632,19 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-        *,
-        scalers: Sequence[Any] = (),
     ) -> contextlib.AbstractContextManager[Any]:
         """``with ddp.join():`` around a training loop whose number of batches differs by process.
 
         A process that leaves the block early takes part in the remaining collectives of the others.
         It receives buffers in forwards, contributes zero gradients in backwards, and passes an
-        empty batch to SyncBatchNorm. When all have left, every process has the parameters, buffers
-        and loss scalers of a process that trained to the end. Optimizer states are not
-        synchronized.
+        empty batch to SyncBatchNorm. When all have left, every process has the parameters and
+        buffers of a process that trained to the end. Optimizer states are not synchronized.
 
         Args:
             divide_by_initial_world_size: divide gradients by the number of processes. False: divide
                 by the number of processes that still have data.
             enable: False disables it, for inputs that are known to be even.
             throw_on_early_termination: raise on every process as soon as one has run out of data.
-            scalers: loss scalers (``state_dict``, ``load_state_dict``) to synchronize at the end.
-                Scalers of ``apex.amp`` are always synchronized.
 
         Each forward and each backward is announced to the others by a small all-reduce, for which
         the host waits. In each step, all processes with data must run the same forwards and
@@ -657,12 +652,13 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         outside of checkpointed segments.
 
         Raises:
-            RuntimeError: if nested; with ``throw_on_early_termination``, as above; or if processes
-                with data run different forwards or backwards.
+            RuntimeError: if nested; with master weights or a dynamic scale of ``apex.amp``; with
+                ``throw_on_early_termination``, as above; or if processes with data run different
+                forwards or backwards.
         """
         if not enable:
             return contextlib.nullcontext()
-        return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination, scalers)
+        return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination)
 
     # --- the plan ---
 

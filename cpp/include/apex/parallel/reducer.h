@@ -403,10 +403,8 @@ class APEX_API Reducer {
   /// to the end, the same on every rank, or -1 if all ranks had.
   int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_event);
   /// A rank that had data to the end, the same on every rank, or -1 if all ranks had. `followed`:
-  /// this rank received events other than kEnd. `states`: how many states besides the model's, e.g.
-  /// of loss scalers, the caller will take from that rank. Collective; blocks the host.
-  /// @throws RankMismatch on every rank if `states` differs between ranks.
-  int64_t last_with_data(bool followed, int64_t states = 0) const;
+  /// this rank received events other than kEnd. Collective; blocks the host.
+  int64_t last_with_data(bool followed) const;
   void shadow_backward_end();
 
   /// Replaces the all-reduce and the averaging by a hook; nullptr restores them. In the next
