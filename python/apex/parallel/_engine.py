@@ -124,10 +124,6 @@ class Engine:
         self._watched = watched
         return reducer
 
-    @property
-    def reducer_options(self) -> dict[str, Any]:
-        return self._options.reducer
-
     def connected(self) -> _core.Reducer:
         """The reducer. A copy creates its reducer here."""
         if self.reducer is not None:
