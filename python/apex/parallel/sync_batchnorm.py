@@ -51,7 +51,8 @@ class SyncBatchNorm(_BatchNorm):
     strides. Evaluation, and training of one rank on the CPU, are torch's own batch norm.
 
     Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as for every other
-    parameter, and DistributedDataParallel averages them. Higher derivatives are supported.
+    parameter, and DistributedDataParallel averages them. Higher derivatives are supported (of one
+    rank on the CPU only second ones, since torch's third derivative in training is wrong).
     Transforms of ``torch.func`` and forward-mode derivatives work in evaluation, and in training
     of one rank on the CPU.
 

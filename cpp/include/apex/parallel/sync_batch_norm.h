@@ -26,8 +26,9 @@
 /// Blocking: on CPU the host, until the other ranks have joined; on CUDA only the current stream.
 /// Every function with a process group is collective: each of its ranks calls it, in the same
 /// order. Thread safety: like any torch operator; two calls must not share running statistics.
-/// Supports derivatives of any order. Forward-mode derivatives and torch.func's transforms are
-/// supported where at::batch_norm is used.
+/// Supports derivatives of any order, except where at::batch_norm is used in training, whose third
+/// derivative is wrong in torch 2.13. There, and in evaluation, forward-mode derivatives and
+/// torch.func's transforms are supported.
 ///
 /// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
 /// over ranks after Chan, Golub and LeVeque (The American Statistician 37(3), 1983). One collective
