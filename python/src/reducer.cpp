@@ -161,14 +161,7 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
     const std::string& name, c10::intrusive_ptr<c10d::ProcessGroup> group) {
   if (name == "fp16") return parallel::make_compress_hook(std::move(group), at::kHalf);
   if (name == "bf16") return parallel::make_compress_hook(std::move(group), at::kBFloat16);
-  if (name == "fp16_fp32_sum") {
-    return parallel::make_fp32_accumulate_hook(std::move(group), at::kHalf);
-  }
-  if (name == "bf16_fp32_sum") {
-    return parallel::make_fp32_accumulate_hook(std::move(group), at::kBFloat16);
-  }
-  throw InvalidArgument("unknown built-in communication hook '" + name +
-                        "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
+  throw InvalidArgument("unknown built-in communication hook '" + name + "': choose fp16 or bf16");
 }
 
 /// Owns a Python function. May be copied and destroyed without the GIL.

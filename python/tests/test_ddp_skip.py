@@ -505,38 +505,6 @@ def test_copy_skips_too(ranks: RankPool) -> None:
     ranks.run(2, _copy)
 
 
-def _failing_hooks(rank: int, world: int, at_end: bool) -> None:
-    """A hook that fails on every rank is an error on every rank, and leaves no gradients."""
-    ddp = DistributedDataParallel(make(seed=rank), on_failure="skip", message_size=20)
-    fails = False
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if fails and not at_end:
-            raise LookupError("on purpose")
-        future = _hook(state, bucket)
-        return future.then(lambda f: f.value()[1:]) if fails else future
-
-    ddp.register_comm_hook(None, hook)
-    for step in range(6):
-        ddp.zero_grad()
-        before = [p.detach().clone() for p in ddp.parameters()]
-        expected = mean_gradients(ddp.module, world, step)
-        fails = step % 2 == 0
-        if fails:
-            with raises_in_rank(Exception, "elements" if at_end else "on purpose"):
-                backward(ddp, rank, step)
-            if not at_end:  # otherwise each rank has its sums, and fails on its own
-                _expect_skipped(ddp, before, f"step {step}")
-        else:
-            backward(ddp, rank, step)
-            _expect(ddp, expected, f"step {step}")
-
-
-@pytest.mark.parametrize("at_end", [False, True], ids=["raises", "result"])
-def test_hook_that_fails_on_every_rank_leaves_no_gradient(ranks: RankPool, at_end: bool) -> None:
-    ranks.run(2, _failing_hooks, at_end)
-
-
 def _all_skip_first(rank: int, world: int) -> None:
     """Nothing recorded in a skipped step counts."""
     ddp = DistributedDataParallel(make(seed=rank), static_graph=True)

@@ -76,7 +76,7 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 def _fail(ddp: DistributedDataParallel, rank: int) -> None:
-    with raises(RuntimeError, "a hook that fails", "not on every rank"):
+    with raises(RuntimeError, "a hook that fails"):
         _loss(ddp, rank).backward()
 
 
@@ -100,25 +100,6 @@ def _others_go_on(rank: int, world: int, channel: str) -> None:
 @pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
 def test_wrapper_fails_others_of_its_group_go_on(channel: str) -> None:
     run_ranks(3, _others_go_on, channel)
-
-
-def _alike_then_apart(rank: int, world: int) -> None:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
-    hooks = [Hook(world), Hook(world)]
-    first, second = (_wrap(group, hook) for hook in hooks)
-    hooks[0].fails = True
-    for _ in range(2):
-        text = _error_of(lambda: _loss(first, rank).backward())
-        check("a hook that fails" in text and "not on every rank" not in text, text)
-    hooks[0].fails = False
-    first.zero_grad()
-    check_step(first, _loss, "after hooks that failed alike")
-    hooks[1].fails = rank == 1
-    _fail(second, rank)
-
-
-def test_hooks_of_one_wrapper_failed_alike_those_of_another_apart() -> None:
-    run_ranks(3, _alike_then_apart)
 
 
 def _silent_later(rank: int, world: int, uses_group: bool) -> None:

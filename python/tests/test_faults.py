@@ -72,7 +72,7 @@ def _wrapper(kind: str) -> Callable[[Any, Callable[[], Any]], Callable[[int], No
         if kind == "python hook":
             ddp.register_comm_hook(group, _hook)
         elif kind == "built-in hook":
-            ddp.register_builtin_comm_hook("bf16_fp32_sum")
+            ddp.register_builtin_comm_hook("bf16")
         number_now = 0
         model[2].weight.register_hook(lambda grad: do() if number_now == 2 else None)
 

@@ -72,11 +72,6 @@ bool host_does_not_wait(const c10d::ProcessGroup& group) {
          detail::is_nccl(mutable_group.getBackend(at::kCUDA)->getBackendName());
 }
 
-/// The communication hook of another rank has failed; `text` is the complete message.
-struct HookFailed {
-  std::string text;
-};
-
 /// An exception of the interruption check, which the handlers of other errors let pass.
 struct Passing {
   std::exception_ptr error;
@@ -100,8 +95,6 @@ void throw_if_bad(const Verdict& verdict) {
   switch (verdict.kind) {
     case Verdict::kOk:
       return;
-    case Verdict::kHook:
-      throw HookFailed{verdict.text};
     case Verdict::kApart:
       throw Error("the ranks are in different collectives: " + verdict.text);
     case Verdict::kFailed:
@@ -114,9 +107,9 @@ void throw_if_bad(const Verdict& verdict) {
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
 void wait_with_reports(const c10d::ProcessGroup& group,
                        const std::function<bool(std::chrono::milliseconds)>& ended_within,
-                       const std::function<void()>& meanwhile = {}, bool in_hook = false) {
+                       const std::function<void()>& meanwhile = {}) {
   if (ended_within(others_wait(group) ? timing::kLook : timing::kUsual)) return;
-  Wait wait(group, in_hook ? Wait::kInHook : Wait::kInCall);
+  Wait wait(group);
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
     throw_if_bad(wait.poll());
@@ -136,10 +129,6 @@ void wait_with_reports(const c10d::ProcessGroup& group,
     throw;
   } catch (const Passing& passing) {
     std::rethrow_exception(passing.error);
-  } catch (const HookFailed& failed) {
-    // A hook may have failed because a rank is lost, so look for one.
-    throw_communication_error(what, group, std::make_exception_ptr(Error(failed.text)),
-                              kHooksApart);
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }
@@ -234,7 +223,9 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
                                const std::exception_ptr& cause, const char* advice) {
   const std::string stall = stall_verdict(group);
   const std::string why = message_of(cause);
-  std::string found = report_failure(group, what);
+  // The other ranks' errors contain the cause of a failed hook.
+  std::string found =
+      report_failure(group, advice == kFixHook ? what + ": " + shortened(why) : what);
   // With proof, other explanations would mislead.
   if (advice == kLookAtOthers && (why + found).find(" has ended (") != std::string::npos)
     advice = "see its output, then restart with a new process group";
@@ -454,13 +445,10 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
         shared->done = true;
         shared->ended.notify_all();
       });
-      wait_with_reports(
-          group,
-          [&](std::chrono::milliseconds slice) {
-            std::unique_lock<std::mutex> lock(shared->mutex);
-            return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
-          },
-          {}, /*in_hook=*/true);
+      wait_with_reports(group, [&](std::chrono::milliseconds slice) {
+        std::unique_lock<std::mutex> lock(shared->mutex);
+        return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
+      });
     }
     future.wait();
   } catch (...) {

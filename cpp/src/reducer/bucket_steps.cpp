@@ -11,7 +11,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
@@ -91,22 +90,9 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
              : "";
 }
 
-/// Runs a part of a bucket's reduction in which a communication hook may run and fail.
-template <typename Body>
-void run(PlannedBucket& entry, ReducerContext& context, Body&& body) {
-  entry.user_code_failed = entry.traits.runs_user_code;  // cleared if it returns
-  try {
-    context.monitor.open(std::forward<Body>(body));
-  } catch (const Interrupted&) {  // only on this rank
-    entry.user_code_failed = false;
-    throw;
-  }
-  entry.user_code_failed = false;
-}
-
 void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
            ReducerContext& context) {
-  run(entry, context, [&] { entry.reduction->start(entry.message, tensor, what); });
+  context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
 }
 
 }  // namespace
@@ -137,7 +123,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
-                   bool without_user_code, ReducerContext& context,
+                   ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report) {
   // If reports are not read, zeros would not be detected.
   const bool poison = failed && !context.reads_reports();
@@ -145,7 +131,6 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     PlannedBucket& entry = entries[b];
     if (entry.launched || entry.traits.starts_at_wait) continue;
     entry.launched = true;
-    if (without_user_code && entry.traits.runs_user_code) continue;
     // Also for a bucket from before the failure, whose hook may have collectives left to issue.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
@@ -163,13 +148,13 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     entry.reduction->leave();
   }
   // The report follows.
-  if (end > 0 && !without_user_code) let_next_pass(entries[end - 1], end - 1, context);
+  if (end > 0) let_next_pass(entries[end - 1], end - 1, context);
 }
 
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {
   if (!entry.reduction->holds_back_next()) return;
   const std::string what = describe_bucket(entry, index, context);
-  run(entry, context, [&] { entry.reduction->wait(what, {}); });
+  context.monitor.open([&] { entry.reduction->wait(what, {}); });
 }
 
 void run_next_phases(Plan& plan, ReducerContext& context) {
@@ -180,7 +165,8 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
       if (!entry.reduction->has_next_phase()) continue;
       any = true;
       const c10::OptionalDeviceGuard guard(entry.message.device());
-      run(entry, context, [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
+      context.monitor.open(
+          [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
       context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
     }
   }
@@ -193,7 +179,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
     context.observers.tell(&BackwardObserver::launched, index, entry.message);
   context.observers.tell(&BackwardObserver::awaiting, index);
   const std::string what = name_of(entry, index, context);
-  run(entry, context, [&] { entry.reduction->wait(what, meanwhile); });
+  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
   context.observers.tell(&BackwardObserver::arrived, index);
 }
 

@@ -135,8 +135,6 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     pass.gradients[i].stale = parameter.holds_reduced();
   }
   if (context.leaves_sums()) find_cleared(parameters, pass.gradients);
-  const StepTable* last = state.reporter.look_back();
-  if (last != nullptr && last->hooks_apart()) context.fail();
   state.reporter.backward_began();
   state.reporter.tracker.backward_began(changed, touched_changed);
   return pass;

@@ -120,7 +120,6 @@ void PlannedBucket::reset() {
   pending = members;
   launched = completed = false;
   producers.clear();
-  user_code_failed = false;
   absent = at::Tensor();
 }
 

@@ -40,8 +40,7 @@ struct PlannedBucket {
   bool completed = false;                  ///< waited for and unpacked, and its callback was called
   std::vector<c10::Stream> producers;      ///< streams that produced its gradients
   std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
-  at::Tensor absent;              ///< sent instead of the message, see Note [Carried through]
-  bool user_code_failed = false;  ///< a communication hook threw
+  at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
 
   PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
       : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}

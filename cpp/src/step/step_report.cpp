@@ -33,9 +33,8 @@ int64_t pack(int32_t high, int32_t low) {
                               static_cast<uint32_t>(low));
 }
 
-constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::hook_failed,
-                                               &StepReport::skips, &StepReport::without_data,
-                                               &StepReport::compared};
+constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::skips,
+                                               &StepReport::without_data, &StepReport::compared};
 constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::idle_step, &StepFacts::updated,
                                             &StepFacts::updated_locally};
 
@@ -247,12 +246,6 @@ bool StepTable::same_settings() const {
     first = &one;
   }
   return true;
-}
-
-bool StepTable::hooks_apart() const {
-  const std::vector<StepReport>& ranks = reports_;
-  return any(ranks, [](const StepReport& one) { return one.hook_failed; }) &&
-         any(ranks, [](const StepReport& one) { return !one.hook_failed; });
 }
 
 /// Describes ranks that have frozen parameters that others train; empty if there are none.

@@ -83,7 +83,6 @@ struct StepFacts {
 struct StepReport {
   int64_t backward = 0;       ///< number of this synchronized backward, from 1
   bool failed = false;        ///< an exception ended it: the rank sent zeros for the rest
-  bool hook_failed = false;   ///< the exception came from its communication hook
   bool skips = false;         ///< skip_step(): no rank may use a gradient of this backward
   bool without_data = false;  ///< under join(): the rank follows the others
   bool compared = true;       ///< `facts` are compared
@@ -129,9 +128,6 @@ class StepTable {
   bool all_left() const;  ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;
-  /// Whether the communication hook failed on some ranks but not on all. Then the messages of hooks
-  /// no longer match.
-  bool hooks_apart() const;
 
   /// Why this backward is invalid, in the same sentence on every rank; empty if it is valid.
   std::string why_refused(const Names& names) const;

@@ -12,7 +12,7 @@ namespace apex::parallel {
 
 std::string RankStatus::encode() const {
   PlainText out;
-  out << failure.has_value() << ' ' << hook.has_value();
+  out << failure.has_value();
   if (failure) {
     out << ' ' << std::quoted(failure->what) << ' ' << failure->over << ' '
         << failure->refused.size();
@@ -21,9 +21,6 @@ std::string RankStatus::encode() const {
     for (const auto& [rank, state] : failure->proof)
       out << ' ' << rank << ' ' << std::quoted(state);
   }
-  if (hook)
-    out << ' ' << hook->generation << ' ' << hook->position << ' ' << hook->begun << ' '
-        << std::quoted(hook->what) << ' ' << std::quoted(hook->cause);
   return out.str();
 }
 
@@ -31,8 +28,8 @@ RankStatus RankStatus::decode(const std::string& text) {
   std::istringstream in(text);
   in.imbue(std::locale::classic());
   RankStatus status;
-  bool failed = false, in_hook = false;
-  in >> failed >> in_hook;
+  bool failed = false;
+  in >> failed;
   if (failed) {
     Failure& failure = status.failure.emplace();
     size_t refused = 0, proofs = 0;
@@ -40,11 +37,6 @@ RankStatus RankStatus::decode(const std::string& text) {
     for (int64_t call = 0; refused > 0 && in >> call; --refused) failure.refused.push_back(call);
     in >> proofs;
     for (int rank = 0; proofs > 0 && in >> rank; --proofs) in >> std::quoted(failure.proof[rank]);
-  }
-  if (in_hook) {
-    Hook& hook = status.hook.emplace();
-    in >> hook.generation >> hook.position >> hook.begun >> std::quoted(hook.what) >>
-        std::quoted(hook.cause);
   }
   return status;
 }
@@ -60,8 +52,6 @@ std::string list_of(const std::vector<int>& ranks) {
 
 Verdict judge(const RankStatuses& statuses, const Position& at) {
   Verdict verdict;
-  const RankStatus::Hook* first = nullptr;
-  int culprit = 0;
   // If this rank has refused the call as well, it does not wait in it.
   const auto own = statuses.find({at.rank, at.group});
   const auto passed_over = [&](int64_t call) {
@@ -81,48 +71,7 @@ Verdict judge(const RankStatuses& statuses, const Position& at) {
         (group == at.group && std::any_of(refused.begin(), refused.end(), holds_up)))
       verdict.kind = Verdict::kFailed;
   }
-  // A rank that learns of a failed hook also reports a failure; the hook is the cause.
-  const int64_t here = 2 * at.call + (at.in_hook ? 1 : 0);
-  for (const auto& [author, status] : statuses) {
-    const auto& hook = status.hook;
-    if (author.second != at.group || !hook || hook->generation != at.generation) continue;
-    // A hook that has begun its collective may have failed because another rank is lost.
-    if (hook->begun || (hook->position >= here && verdict.kind == Verdict::kOk)) continue;
-    if (first != nullptr && hook->position >= first->position) continue;
-    first = &*hook;
-    culprit = author.first;
-  }
-  if (first == nullptr || culprit == at.rank) return verdict;
-  return {Verdict::kHook, "rank " + std::to_string(culprit) + " reports that " + first->what +
-                              " failed there: " + first->cause};
-}
-
-std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at) {
-  int alike = 0;
-  const auto mine = statuses.find({at.rank, at.group});
-  if (mine == statuses.end() || !mine->second.hook ||
-      mine->second.hook->generation != at.generation)
-    return std::nullopt;  // this rank's own post is not in the copy yet
-  // A rank with a newer hook failure has continued after this one, which it does only if all hooks
-  // failed alike.
-  for (const auto& [author, status] : statuses) {
-    if (author.second == at.group && status.hook && status.hook->generation > at.generation)
-      return true;
-  }
-  for (const auto& [author, status] : statuses) {
-    const std::string& group = author.second;
-    if (status.failure && status.failure->refused.empty() &&
-        (group == at.group || group == at.parent))
-      return false;
-    if (group != at.group || !status.hook || status.hook->generation != at.generation) continue;
-    // Ignores `begun`: the same error occurs before the collective on a rank whose future completes
-    // at once, and after it on another rank.
-    if (status.hook->position != mine->second.hook->position ||
-        status.hook->what != mine->second.hook->what)
-      return false;
-    ++alike;
-  }
-  return alike == at.size ? std::optional<bool>(true) : std::nullopt;
+  return verdict;
 }
 
 Findings find(const RankStatuses& statuses, const Position& at, const ReportKeys& old) {

@@ -28,16 +28,7 @@ struct RankStatus {
     std::vector<int64_t> refused;
     bool over = false;  ///< the rank has continued since, in the parent group
   };
-  /// See Note [Hooks that fail].
-  struct Hook {
-    int64_t generation = 0;  ///< number of earlier failures on all ranks
-    int64_t position = 0;    ///< twice the number of a call, plus one for the call's hook
-    bool begun = false;      ///< the hook may have issued its collective
-    std::string what;
-    std::string cause;
-  };
   std::optional<Failure> failure;
-  std::optional<Hook> hook;
 
   std::string encode() const;
   static RankStatus decode(const std::string& text);
@@ -55,9 +46,7 @@ struct Position {
       parent;  ///< the group that it was made from, whose failures also concern it; may be empty
   int rank = 0;
   int size = 1;
-  int64_t call = 0;  ///< number of its last call
-  bool in_hook = false;
-  int64_t generation = 0;  ///< generation of hook failures
+  int64_t call = 0;        ///< number of its last call
   bool or_before = false;  ///< the rank may also wait in an earlier call
 };
 
@@ -66,7 +55,6 @@ struct Verdict {
   enum Kind {
     kOk,      ///< other ranks may just be late
     kFailed,  ///< another rank reports that a collective of the group has failed
-    kHook,    ///< the communication hook of another rank has failed; text: which one, and the cause
     kApart,   ///< the ranks are in different collectives; text: which
     kLost,    ///< a process of the group has exited, and the store is lost as well
   };
@@ -79,9 +67,6 @@ std::string list_of(const std::vector<int>& ranks);
 
 /// Whether a rank that waits at `at` must stop waiting.
 Verdict judge(const RankStatuses& statuses, const Position& at);
-
-/// Whether the hooks of all ranks have failed in the same call; nullopt if a report is missing.
-std::optional<bool> hooks_alike(const RankStatuses& statuses, const Position& at);
 
 /// The known facts about a failure of a group.
 struct Findings {

@@ -115,10 +115,8 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
   return "; these are ranks within the group, which consists of ranks " + list + " of the job";
 }
 
-Position WatchedGroup::position(bool in_hook) {
-  return {
-      name,        parent ? parent->name : std::string(), rank, size, calls.last_number(), in_hook,
-      hooks_failed};
+Position WatchedGroup::position() {
+  return {name, parent ? parent->name : std::string(), rank, size, calls.last_number()};
 }
 
 std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {

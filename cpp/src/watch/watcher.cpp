@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "plain_text.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -22,19 +21,6 @@ struct Wait::Comparison {
   std::string difference;
 };
 
-namespace {
-
-/// Shortened, since every waiting rank reads all posts. A traceback has the message at its end,
-/// other texts at their beginning.
-std::string shortened(const std::string& cause) {
-  constexpr size_t kBegin = 150, kEnd = 450;
-  if (cause.size() <= kBegin + kEnd) return cause;
-  return cause.substr(0, character_before(cause, kBegin)) + " ... " +
-         cause.substr(character_before(cause, cause.size() - kEnd));
-}
-
-}  // namespace
-
 struct Wait::State {
   WatchedGroupPtr group;
   Position at;
@@ -48,23 +34,23 @@ struct Wait::State {
   std::shared_ptr<Comparison> comparison = std::make_shared<Comparison>();
 };
 
-Wait::Wait(const c10d::ProcessGroup& group, Where where) {
-  begin(group, where == kInHook);
+Wait::Wait(const c10d::ProcessGroup& group) {
+  begin(group);
   if (state_) state_->stall.emplace(state_->group);
 }
 
 Wait::Wait(const c10d::ProcessGroup& group, int64_t call) {
-  begin(group, /*in_hook=*/false);
+  begin(group);
   if (!state_) return;
   state_->at.call = call;
   state_->at.or_before = true;
 }
 
-void Wait::begin(const c10d::ProcessGroup& group, bool in_hook) {
+void Wait::begin(const c10d::ProcessGroup& group) {
   WatchedGroupPtr known = find_watched(group);
   if (!known) return;
   state_ = std::make_unique<State>();
-  state_->at = known->position(in_hook);
+  state_->at = known->position();
   state_->following = known->board->follow(timing::between_looks(known->size));
   state_->compare_at = Clock::now() + state_->late;
   state_->group = std::move(known);
@@ -201,54 +187,6 @@ void announce_failure(const c10d::ProcessGroup& group, const std::string& what) 
   root->store->post([root](c10d::Store& store) { store.add(root->key(store, "left"), 1); });
 } catch (...) {
   // The other ranks wait until their timeout.
-}
-
-bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, bool begun,
-                        std::chrono::milliseconds timeout, const std::function<bool()>& meanwhile) {
-  std::vector<WatchedGroupPtr> all;
-  std::vector<StatusBoard::Following> following;
-  for (const GroupPtr& one : groups) {
-    all.push_back(watched(*one));
-    if (!all.back()) return false;
-    following.push_back(all.back()->board->follow(timing::while_collecting(all.back()->size)));
-    const int64_t position = 2 * all.back()->calls.last_number() + (one == group ? 0 : 1);
-    all.back()->report([&](RankStatus& status) {
-      status.hook =
-          RankStatus::Hook{all.back()->hooks_failed, position, begun, what, shortened(cause)};
-    });
-  }
-  const auto give_up = [&] {
-    for (const GroupPtr& one : groups) announce_failure(*one, what);
-  };
-  // A hook whose collective has failed may already have waited for a lost rank until the timeout.
-  // If every rank's hook has failed with its own error, the other reports arrive soon.
-  const auto began = Clock::now();
-  const auto until = began + (begun ? all.front()->patience : timeout);
-  try {
-    for (bool last = false;;) {
-      bool apart = false, alike = false;
-      for (const WatchedGroupPtr& one : all) {
-        if (!one->board->answered_since(began)) continue;  // else from an earlier failure
-        const auto answer = one->board->read(
-            [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
-        apart = apart || (answer && !*answer);
-        alike = alike || (one == all.front() && answer && *answer);
-      }
-      if (!apart && alike) {
-        for (const WatchedGroupPtr& one : all) ++one->hooks_failed;
-        return true;
-      }
-      if (apart || last || Clock::now() >= until || !meanwhile()) break;
-      all.front()->board->wait_for_news(std::min(until, Clock::now() + timing::kLook));
-      last = !look_around(*all.front(), ProcessState::kEnded).empty();
-    }
-  } catch (...) {  // thrown by the interruption check
-    give_up();
-    throw;
-  }
-  give_up();
-  return false;
 }
 
 }  // namespace apex::parallel

@@ -203,45 +203,5 @@ TEST(Watcher, EveryProcessIsThere_NobodyIsRemembered) {
   EXPECT_TRUE(known->ended_first.empty());
 }
 
-bool alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool begun,
-           std::chrono::milliseconds timeout = std::chrono::milliseconds(100)) {
-  return hooks_failed_alike({group}, group, "a hook", "a cause", begun, timeout,
-                            [] { return true; });
-}
-
-// A hook whose collective has begun may have failed because another rank is lost: a waiting rank
-// must not blame the first rank that reports.
-TEST(HookFailure, OfOneRank_IsNamedUnlessItsCollectiveHadBegun) {
-  for (const bool begun : {false, true}) {
-    const auto groups = make_stored_groups(2, begun ? "begun" : "not begun");
-    begin_call(*groups[0], "a");
-    begin_call(*groups[0], "b");
-    begin_call(*groups[1], "a");
-    EXPECT_FALSE(alike(groups[1], begun));
-    Wait wait(*groups[0]);
-    Verdict verdict;
-    EXPECT_TRUE(comes_true([&] { return (verdict = wait.poll()).kind != Verdict::kOk; }));
-    EXPECT_EQ(verdict.kind, begun ? Verdict::kFailed : Verdict::kHook);
-    EXPECT_EQ(verdict.text, begun ? "" : "rank 1 reports that a hook failed there: a cause");
-  }
-}
-
-// A fast rank may fail again before another has seen that all hooks have failed alike.
-TEST(HookFailure, OfAllRanksAgainAndAgain_AllGoOn) {
-  const auto groups = make_stored_groups(3, "group");
-  std::vector<int> times(groups.size());
-  std::vector<std::thread> ranks;
-  for (size_t rank = 0; rank < groups.size(); ++rank) {
-    ranks.emplace_back([&, rank] {
-      for (int time = 0; time < 20; ++time) {
-        begin_call(*groups[rank], "a");
-        times[rank] += alike(groups[rank], rank == 1, std::chrono::minutes(1)) ? 1 : 0;
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  EXPECT_EQ(times, std::vector<int>(groups.size(), 20));
-}
-
 }  // namespace
 }  // namespace apex::parallel

@@ -554,10 +554,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         """Communicates gradients in a low-precision dtype, without calling Python.
 
         Args:
-            name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype. ``"fp16_fp32_sum"`` or
-                ``"bf16_fp32_sum"``: communicate in that dtype and sum in float32 (a reduce-scatter
-                by all-to-all, then an all-gather), so that the rounding error does not grow with
-                the number of processes.
+            name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype.
 
         Register at most one hook, the same on every process. Gradients in ``.grad`` keep their
         dtype.
