@@ -22,7 +22,7 @@
 #include "comm/slices.h"
 #include "distributed/backends.h"
 #include "interruption.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
 #include "watch/followed_work.h"

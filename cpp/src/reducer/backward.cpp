@@ -13,7 +13,6 @@
 
 #include "fingerprint.h"
 #include "reducer/plan_agreement.h"
-#include "tensor_parts.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
@@ -416,7 +415,6 @@ Recording Backward::recording() const {
     seen.sparse_dim = used && grad.defined() && grad.layout() == at::kSparse
                           ? static_cast<int32_t>(grad.sparse_dim())
                           : 0;
-    seen.in_parts = used && is_in_parts(grad, parameters[i].variable);
     seen.fired = pass_.gradients[i].fired;
     mine.parameters.push_back(seen);
     if (seen.fired > 0) mine.ready_order.push_back(static_cast<int64_t>(i));
@@ -473,8 +471,6 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
     const RecordedParameter& seen = agreed.parameters[i];
     places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
-    places[i].in_parts =
-        pass_.used_by_any[i] != 0 ? seen.in_parts : may_be_in_parts(parameters[i].variable);
     places[i].trainable = trainable[i];
     // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =

@@ -14,7 +14,7 @@
 
 #include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
@@ -39,16 +39,16 @@ void join_producers(const PlannedBucket& entry) {
     // The allocator must not reuse a gradient's memory on the producer's stream while this stream
     // reads it.
     const at::Tensor& grad = slot.variable.grad();
-    if (!grad.defined()) continue;
-    for (const at::Tensor& part : parts_of(grad)) part.record_stream(current);
+    if (grad.defined() && (has_memory(grad) || grad.layout() != at::kStrided))
+      grad.record_stream(current);
   }
 }
 
 void keep_for_current_stream(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_cpu()) return;
+  if (!tensor.defined() || !has_memory(tensor) || tensor.is_cpu()) return;
   const c10::Stream current =
       c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
-  for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
+  tensor.record_stream(current);
 }
 
 /// Gradients, and a buffer from a hook, belong to the streams that allocated them. The stream that
@@ -67,20 +67,6 @@ void keep_for_current_stream(PlannedBucket& entry) {
   keep_for_current_stream(message.gradients_buffer());
   for (const BucketMessage::Slot& slot : message.slots())
     keep_for_current_stream(slot.variable.grad());
-}
-
-/// Calls `call`, and adds the name of the parameter to errors about the form of a gradient.
-template <typename Call>
-void naming(const ReducerContext& context, const Call& call) {
-  try {
-    call();
-  } catch (const GradientForm& error) {
-    throw Error(context.me() + "the gradient of parameter '" +
-                context.parameters[error.parameter()].name + "' " + error.what() +
-                ", but a gradient must have the same structure on every rank and in every "
-                "backward: call rebuild_buckets() on every rank when it changes, or freeze the "
-                "parameter");
-  }
 }
 
 /// The name of a bucket for errors. Empty with one rank, because nothing is sent.
@@ -104,7 +90,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
-  naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
+  message.pack(pass.used, entry.averaging(context).before, incoming);
   packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
@@ -191,7 +177,7 @@ void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerCont
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
-  naming(context, [&] { entry.message.unpack(entry.averaging(context).after, pass.kept); });
+  entry.message.unpack(entry.averaging(context).after, pass.kept);
 }
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
@@ -202,7 +188,7 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
   std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    naming(context, [&] { entry.message.pack(pass.used, entry.averaging(context).before); });
+    entry.message.pack(pass.used, entry.averaging(context).before);
     start(entry, entry.message.tensor(), what, context);
   }
   const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);

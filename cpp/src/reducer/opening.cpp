@@ -13,7 +13,7 @@
 #include "comm/collectives.h"
 #include "distributed/backends.h"
 #include "reducer/multi_tensor.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 

@@ -25,7 +25,6 @@ struct Place {
   int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
   bool sparse = false;     ///< its gradient has sparse layout
   int64_t sparse_dim = 0;  ///< number of sparse dimensions
-  bool in_parts = false;   ///< its gradient consists of several tensors
   bool trainable = false;  ///< on every rank
 };
 

@@ -16,7 +16,6 @@
 #include <support/test_seed.h>
 
 #include <apex/error.h>
-#include <apex/tensor_parts.h>
 
 namespace apex::parallel::detail {
 namespace {
@@ -788,59 +787,6 @@ TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
       EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
     }
   }
-}
-
-/// A variable and a gradient made of two inner tensors each.
-struct InParts {
-  InParts() {
-    set_tensor_parts([this](const at::Tensor& tensor) {
-      return tensor.is_same(whole) ? parts : std::vector<at::Tensor>();
-    });
-  }
-  ~InParts() { set_tensor_parts({}); }
-
-  const at::Tensor whole = at::_efficientzerotensor({2, 2}, at::kFloat);
-  std::vector<at::Tensor> parts{at::full({2, 2}, 2.0), at::full({3}, 4.0)};
-};
-
-TEST(BucketMessage, GradientInParts_EveryPartIsAveragedWhereItIs) {
-  const InParts gradient;
-  const at::Tensor other = at::ones({2}).requires_grad_();
-  other.mutable_grad() = at::full({2}, 8.0);
-  EXPECT_TRUE(is_in_parts(gradient.whole, gradient.whole));
-  EXPECT_TRUE(may_be_in_parts(gradient.whole));
-  EXPECT_FALSE(is_in_parts(other.grad(), other));
-  const at::Tensor variable = gradient.whole;
-  variable.mutable_grad() = gradient.whole;
-  BucketMessage message(Kind::kFlat, {0, 1}, {variable, other}, at::kCPU, {}, {1, 0});
-  EXPECT_GE(message.numel(), 9);
-  message.pack({1, 1}, 0.5);
-  message.tensor().add_(1.0);
-  message.unpack(1.0, {1, 1});
-  EXPECT_TRUE(gradient.parts[0].eq(2.0).all().item<bool>());
-  EXPECT_TRUE(gradient.parts[1].eq(3.0).all().item<bool>());
-  EXPECT_TRUE(other.grad().eq(5.0).all().item<bool>());
-  variable.mutable_grad() = at::Tensor();  // breaks the cycle: it is its own gradient
-}
-
-TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
-  const InParts two;
-  const auto form_error = [&](const at::Tensor& grad, uint8_t recorded) -> std::string {
-    const at::Tensor variable = two.whole;
-    variable.mutable_grad() = grad;
-    BucketMessage message(Kind::kFlat, {3}, {variable}, at::kCPU, {}, {recorded});
-    try {
-      message.pack({0, 0, 0, 1}, 1.0);
-    } catch (const GradientForm& error) {
-      EXPECT_EQ(error.parameter(), 3);
-      return error.what();
-    }
-    return "";
-  };
-  EXPECT_EQ(form_error(two.whole, 0), "is several tensors, but was recorded as one");
-  EXPECT_EQ(form_error(at::zeros({2, 2}), 1), "is one tensor, but was recorded as several");
-  EXPECT_EQ(form_error(at::zeros({2, 2}), 0), "");
-  two.whole.mutable_grad() = at::Tensor();
 }
 
 }  // namespace
