@@ -228,6 +228,7 @@ void init_reducer(nb::module_& m) {
       .def_rw("begins_alike", &ReducerOptions::begins_alike, nb::arg().none())
       .def_rw("check_finite", &ReducerOptions::check_finite)
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
+      .def_rw("steps_reported", &ReducerOptions::steps_reported)
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
       .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
       .def_rw("replica_check_every", &ReducerOptions::replica_check_every, nb::arg().none())

@@ -329,7 +329,7 @@ def _gather(grads: Grads, parameters: list[nn.Parameter]) -> list[Grads]:
 
 def _unpack(vector: Tensor, parameters: list[nn.Parameter]) -> Grads:
     present, offset, grads = vector[: len(parameters)].tolist(), len(parameters), []
-    for there, parameter in zip(present, map(plain, parameters), strict=True):
+    for there, parameter in zip(present, parameters, strict=True):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
         value = vector[offset : offset + count]
         if parameter.is_complex():

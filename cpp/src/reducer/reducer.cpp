@@ -383,12 +383,10 @@ bool Reducer::has_failed(const std::vector<at::Tensor>& parameters) {
   });
 }
 
-void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
-                                bool all) {
+void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
   for (const auto& core : detail::owners_of(parameters)) {
     // Not change(): a bucket callback may wait for this thread.
-    core->note(
-        [&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer, all); });
+    core->note([&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer); });
   }
 }
 

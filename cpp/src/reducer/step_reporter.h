@@ -27,7 +27,8 @@ struct StepSkipped {};
 class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
-      : timer(context),
+      : tracker(context.options.steps_reported),
+        timer(context),
         replicas(context),
         context_(context),
         exchange_(context.members, context.parameters.size()) {}

@@ -200,7 +200,7 @@ TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
 }
 
 TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
-  for (const auto fact : {&StepFacts::updated, &StepFacts::updated_locally}) {
+  for (const auto fact : {&StepFacts::updated, &StepFacts::stepped_locally}) {
     std::vector<Row> all = rows(2);
     all[1].report.facts.*fact = true;
     EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);  // e.g. a sharded optimizer
@@ -212,6 +212,18 @@ TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
     all[1].report.facts.*fact = false;
     EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // samples alone decide nothing
   }
+}
+
+// Sharpness-aware minimization: such writes are undone later, so they prove nothing.
+TEST(StepReport, WritesAfterALocalBackward_ThatNoOptimizerReports_AreNoDifference) {
+  std::vector<Row> all = rows(2);
+  all[1].report.facts.updated = all[1].report.facts.updated_locally = true;
+  all[1].report.facts.moved = 9;
+  all[0].report.facts.moved = 1;
+  all[1].report.facts.sample = 5;
+  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
+  all[1].report.facts.stepped_locally = true;
+  EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
 }
 
 TEST(StepReport, ParametersMovedFurtherOnOneRank_IsADifference_AndDescribed) {
