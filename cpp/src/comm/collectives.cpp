@@ -215,10 +215,6 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 
 std::chrono::nanoseconds time_waited() noexcept { return std::chrono::nanoseconds(waited_ns); }
 
-bool receives_reports(const c10d::ProcessGroup& group) {
-  return can_stop_waiting(group) && watched(group) != nullptr;
-}
-
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause, const char* advice) {
   const std::string stall = stall_verdict(group);

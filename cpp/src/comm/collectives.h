@@ -37,9 +37,6 @@ inline constexpr const char* kLookAtOthers =
 inline constexpr const char* kFixHook =
     "fix the hook, then restart with a new process group and a new wrapper";
 
-/// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
-bool receives_reports(const c10d::ProcessGroup& group);
-
 /// After a failure on this rank, other ranks may still wait in the collective that failed. They
 /// would take a later one for it.
 /// @throws CommunicationError if has_failed(group).
