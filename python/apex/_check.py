@@ -83,8 +83,9 @@ def _cuda_parts() -> None:
         return
     warnings.warn(
         f"torch {torch.__version__} was built for CUDA, but this apex was built without its CUDA "
-        f"parts ({_build_info.cuda_reason}): to train on GPUs, install nvcc of CUDA "
-        f"{torch.version.cuda} and rebuild apex with `{REBUILD}`.",
+        f"parts ({_build_info.cuda_reason}). SyncBatchNorm takes torch's operators on GPUs, which "
+        f"are slower than this library's kernels, and C++ programs have no NCCL: install nvcc of "
+        f"CUDA {torch.version.cuda} and rebuild apex with `{REBUILD}`.",
         RuntimeWarning,
         stacklevel=4,
     )

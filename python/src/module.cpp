@@ -10,7 +10,6 @@
 #include "python_comm_hook.h"
 #include "reducer.h"
 #include "stack_reader.h"
-#include "tensor_parts.h"
 
 namespace nb = nanobind;
 
@@ -26,5 +25,4 @@ NB_MODULE(_core, m) {
   apex::python::init_python_comm_hook(m);
   apex::python::init_reducer(m);
   apex::python::init_stack_reader(m);
-  apex::python::init_tensor_parts(m);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "python_comm_hook.h"
 
+#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "errors.h"
 #include "torch_caster.h"
 
 namespace nb = nanobind;
@@ -50,8 +52,14 @@ class PythonCommHook final : public parallel::CommHook {
     const nb::gil_scoped_acquire gil;
     try {
       runner_(BucketView{bucket}, Completion{future});
-    } catch (const nb::python_error& error) {
-      throw Error(std::string("a communication hook raised ") + error.what());
+    } catch (nb::python_error& error) {
+      if (error.matches(PyExc_Exception))
+        throw Error(std::string("a communication hook raised ") + error.what());
+      try {
+        rethrow(error, {});
+      } catch (...) {
+        throw parallel::HookInterrupted{std::current_exception()};
+      }
     }
     return future;
   }

@@ -161,14 +161,7 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
     const std::string& name, c10::intrusive_ptr<c10d::ProcessGroup> group) {
   if (name == "fp16") return parallel::make_compress_hook(std::move(group), at::kHalf);
   if (name == "bf16") return parallel::make_compress_hook(std::move(group), at::kBFloat16);
-  if (name == "fp16_fp32_sum") {
-    return parallel::make_fp32_accumulate_hook(std::move(group), at::kHalf);
-  }
-  if (name == "bf16_fp32_sum") {
-    return parallel::make_fp32_accumulate_hook(std::move(group), at::kBFloat16);
-  }
-  throw InvalidArgument("unknown built-in communication hook '" + name +
-                        "': choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum");
+  throw InvalidArgument("unknown built-in communication hook '" + name + "': choose fp16 or bf16");
 }
 
 /// Owns a Python function. May be copied and destroyed without the GIL.
@@ -235,6 +228,7 @@ void init_reducer(nb::module_& m) {
       .def_rw("begins_alike", &ReducerOptions::begins_alike, nb::arg().none())
       .def_rw("check_finite", &ReducerOptions::check_finite)
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
+      .def_rw("steps_reported", &ReducerOptions::steps_reported)
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
       .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
       .def_rw("replica_check_every", &ReducerOptions::replica_check_every, nb::arg().none())
@@ -316,8 +310,8 @@ void init_reducer(nb::module_& m) {
       .def("end_join", &Reducer::end_join, release())
       .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
       .def("await_event", &Reducer::await_event, release())
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), nb::arg("states"),
-           release(), "A rank that had data to the end, or -1 if all had. Collective.")
+      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), release(),
+           "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())

@@ -48,7 +48,7 @@ HOOKS = {  # by name, the allowed error
     "allreduce_hook": TOLERANCE,
     "fp16_compress_hook": 1e-2,
     "fp16": 1e-2,
-    "bf16_fp32_sum": 4e-2,
+    "bf16": 4e-2,
 }
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_subclasses import Enter, Leave, LeaveAlone, OpenWrapper, Pair, Wrapper, plain
 from ddp_support import check, dense, to_reference, wide, widen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,25 +46,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-SUBCLASSES = {"wrapper": Wrapper, "open": OpenWrapper, "mixed": Wrapper, "pair": Pair}
-
-
 class Layer(nn.Module):
-    """One small operation on [ROWS, WIDTH], in its own dtype.
+    """One small operation on [ROWS, WIDTH], in its own dtype."""
 
-    The weights of some kinds are tensor subclasses, except in the float64 reference (`as_plain`).
-    """
-
-    def __init__(self, kind: str, dtype: torch.dtype, as_plain: bool = False) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind = kind
-        if kind == "pair":
-            weight = torch.randn(2, WIDTH).to(dtype)
-            self.weight = nn.Parameter(weight if as_plain else Pair(*weight.clone()))
-        elif kind in SUBCLASSES:
-            weight = torch.randn(WIDTH).to(dtype)
-            self.weight = nn.Parameter(weight if as_plain else SUBCLASSES[kind](weight))
-        elif kind == "linear":
+        if kind == "linear":
             self.inner = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         elif kind == "scale":
             self.weight = nn.Parameter(torch.randn(WIDTH).to(dtype))
@@ -87,8 +74,6 @@ class Layer(nn.Module):
         own = next(self.parameters()).dtype
         if self.kind == "linear":
             return self.inner(h.to(own))
-        if self.kind in SUBCLASSES:
-            return self._of_subclass(h.to(own))
         if self.kind in ("scale", "scalar"):
             return h.to(own) * self.weight
         if self.kind == "empty":
@@ -99,16 +84,6 @@ class Layer(nn.Module):
             # Selected by sign, which low precision rarely changes. The case avoids the others.
             return self.table((h[:, 0] > 0).long()) + h.to(own)
         return h.to(own) @ self.weight
-
-    def _of_subclass(self, h: Tensor) -> Tensor:
-        if type(self.weight) is nn.Parameter:
-            if self.kind != "pair":
-                return h * self.weight
-            first, second = self.weight
-            return h * first + h * second  # rounded as the pair's result
-        if self.kind == "mixed":  # the gradient of the weight is a plain tensor
-            return h * LeaveAlone.apply(self.weight)
-        return Leave.apply(Enter.apply(h, SUBCLASSES[self.kind]) * self.weight)
 
 
 @dataclass
@@ -165,7 +140,7 @@ def draw_case(seed: int) -> Case:
         + [[torch.float32, torch.bfloat16, torch.float16, torch.float64]]
     )
     kinds = ["linear"] * 5 + ["scale", "scalar", "transposed", "gaps", "empty", "complex"]
-    kinds += ["embedding", "sparse", *SUBCLASSES]
+    kinds += ["embedding", "sparse"]
     layers = [(rng.choice(kinds), rng.choice(dtypes)) for _ in range(rng.randint(1, 5))]
     # torch cannot add sparse tensors of these dtypes.
     layers = [("embedding" if k == "sparse" and is_narrow(d) else k, d) for k, d in layers]
@@ -227,9 +202,9 @@ def draw_case(seed: int) -> Case:
 
 
 class Net(nn.Module):
-    def __init__(self, case: Case, as_plain: bool) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(*layer, as_plain) for layer in case.layers)
+        self.layers = nn.ModuleList(Layer(*layer) for layer in case.layers)
         self.nodes = case.nodes
 
     def forward(self, x: Tensor, skipped: list[bool]) -> dict[str, list[Tensor]]:
@@ -249,9 +224,9 @@ class Net(nn.Module):
         return {"out": [values[-1], values[len(values) // 2]]}
 
 
-def build(case: Case, as_plain: bool = True) -> Net:
+def build(case: Case) -> Net:
     torch.manual_seed(case.seed)
-    return Net(case, as_plain)
+    return Net(case)
 
 
 def batch(case: Case, rank: int, step: int, micro: int, which: int) -> Tensor:
@@ -292,7 +267,7 @@ Grads = list[Tensor | None]
 
 def run_case(case: Case, rank: int) -> list[list[Grads]]:
     """Gradients after each step, [step][rank], as high-precision copies."""
-    model = build(case, as_plain=False)
+    model = build(case)
     parameters = list(model.parameters())
     options = dict(case.options)
     if options.pop("_triggers", False):
@@ -342,7 +317,7 @@ def _gather(grads: Grads, parameters: list[nn.Parameter]) -> list[Grads]:
     mask = torch.tensor([grad is not None for grad in grads], dtype=torch.float64)
     flat = [mask]
     for grad, parameter in zip(grads, parameters, strict=True):
-        value = torch.zeros_like(plain(parameter)) if grad is None else plain(dense(grad))
+        value = torch.zeros_like(parameter) if grad is None else dense(grad)
         value = value.detach().to(wide(value.dtype))
         value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
         flat.append(value.reshape(-1))
@@ -354,7 +329,7 @@ def _gather(grads: Grads, parameters: list[nn.Parameter]) -> list[Grads]:
 
 def _unpack(vector: Tensor, parameters: list[nn.Parameter]) -> Grads:
     present, offset, grads = vector[: len(parameters)].tolist(), len(parameters), []
-    for there, parameter in zip(present, map(plain, parameters), strict=True):
+    for there, parameter in zip(present, parameters, strict=True):
         count = parameter.numel() * (2 if parameter.is_complex() else 1)
         value = vector[offset : offset + count]
         if parameter.is_complex():

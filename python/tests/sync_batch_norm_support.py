@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from apex.parallel import SyncBatchNorm
+
 TOLERANCE = {
     torch.float64: 1e-10,
     torch.float32: 5e-5,
@@ -90,6 +92,17 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str)
     error = (actual - expected).abs().max().item()
     scale = max(1.0, expected.abs().max().item())
     assert error <= TOLERANCE[dtype] * scale, f"{what}: error {error:.3g} at scale {scale:.3g}"
+
+
+class OperatorBatchNorm(SyncBatchNorm):
+    """One rank that takes the operators of several ranks."""
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        output: Tensor = torch.ops.apex.sync_batch_norm(
+            input, self.weight, self.bias, self.running_mean, self.running_var,
+            self.num_batches_tracked, self.momentum, self.eps, "",
+        )[0]  # fmt: skip
+        return output
 
 
 class CutGradient(torch.autograd.Function):

@@ -19,7 +19,6 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
-    host_channel,
 )
 from torch import nn
 
@@ -248,33 +247,11 @@ def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
                          ids=["one_bucket", "alone_views"])  # fmt: skip
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp16_fp32_sum", "bf16_fp32_sum"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_builtin_comm_hook_averages(
     ranks: RankPool, name: str, options: dict[str, Any], world: int
 ) -> None:
     ranks.run(world, _low_precision, name, options)
-
-
-def _sums_in_float32(rank: int, world: int) -> None:
-    """The gradient is the average of low-precision values, rounded once. Tested over sockets,
-    because shared memory always sums this way."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(world, 1, 1000, generator=generator)
-    expected = values.to(torch.bfloat16).to(torch.float32).sum(0).div(world).to(torch.bfloat16)
-    same = {}
-    for name in ("bf16", "bf16_fp32_sum"):
-        model = torch.nn.Linear(1000, 1, bias=False)
-        with host_channel("0"):
-            ddp = DistributedDataParallel(model, process_group=dist.new_group())
-        ddp.register_builtin_comm_hook(name)
-        ddp(values[rank]).sum().backward()
-        same[name] = torch.equal(model.weight.grad, expected.float())
-    check(same["bf16_fp32_sum"], "rounded more than once")
-    check(not same["bf16"], "the hooks do not differ in this test")
-
-
-def test_builtin_comm_hook_fp32_sum_rounds_once(ranks: RankPool) -> None:
-    ranks.run(4, _sums_in_float32)
 
 
 def _refuses_hooks(rank: int, world: int) -> None:
@@ -284,7 +261,7 @@ def _refuses_hooks(rank: int, world: int) -> None:
         ddp.register_builtin_comm_hook("int8")
     except ValueError as caught:
         error = caught
-    raised("choose fp16, bf16, fp16_fp32_sum or bf16_fp32_sum", error)
+    raised("choose fp16 or bf16", error)
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     try:
         ddp.register_builtin_comm_hook("bf16")

@@ -468,28 +468,6 @@ def test_rank_that_never_arrives_raises_and_next_construction_works(ranks: RankP
     ranks.run(2, _never_arrives)
 
 
-def _hook_fails(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build())
-    fails = [True]
-
-    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        if fails[0]:
-            raise LookupError("on purpose")
-        work = dist.all_reduce(bucket.buffer().div_(world), async_op=True)
-        return work.get_future().then(lambda f: f.value()[0])
-
-    ddp.register_comm_hook(None, hook)
-    with raises(Exception, "on purpose"):
-        _loss(ddp, rank).backward()
-    fails[0] = False
-    for step in range(3):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-
-
-def test_comm_hook_that_raises_reaches_backward(ranks: RankPool) -> None:
-    ranks.run(2, _hook_fails)
-
-
 def _hook_returns(rank: int, world: int, what: str) -> None:
     def hook(state: object, bucket: Any) -> Any:
         future: Any = torch.futures.Future()

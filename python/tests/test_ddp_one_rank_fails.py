@@ -7,7 +7,6 @@ References: each exchange ends within the group's timeout, and check_step()'s av
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from typing import Any
 
@@ -82,68 +81,66 @@ def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, cha
     ranks.run(world, _result_is_refused, changes)
 
 
-def _future_fails(rank: int, world: int) -> None:
-    """It is unknown whether messages still match, so every rank raises: at once or, if it had all
-    its buckets, in its next backward."""
-    group = _group()  # the other ranks may be left with an unfinished collective
-    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
+def _hook_fails(rank: int, world: int, way: str, at: int, everywhere: bool, shared: bool) -> None:
+    """Every rank raises in the same step, with rank, bucket and cause, and the wrapper has failed
+    for good."""
+    with host_channel("1" if shared else "0"):
+        group = _group()
+        ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         def fail(f: Any) -> Tensor:
             raise LookupError("on purpose")
 
-        future = _average(world, bucket, group)
-        return future.then(fail) if rank == 0 and bucket.index() == 0 else future
+        if not fails or bucket.index() != at:
+            return _average(world, bucket, group)
+        if way == "raises":
+            raise LookupError("on purpose")
+        return _average(world, bucket, group).then(fail)
 
+    fails = False
     ddp.register_comm_hook(None, hook)
-    if rank == 0:
-        with raises(RuntimeError, "rank 0 of 3", "on purpose", "not on every rank"):
-            _loss(ddp, rank).backward()
-    else:
-        with contextlib.suppress(RuntimeError):
-            _loss(ddp, rank).backward()
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    fails = rank == 1 or everywhere
+    parts = [f"rank {rank} of {world}: ", f"'Python function', for bucket {at} (", "on purpose"]
+    if not fails:
+        parts.append("rank 1 failed in communication hook")
+    with raises(RuntimeError, *parts, "restart with a new process group"):
+        _loss(ddp, rank).backward()
+    fails = False
     with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
 
 
-def test_future_of_a_hook_that_fails_on_one_rank_ends_all(ranks: RankPool) -> None:
-    ranks.run(3, _future_fails)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "sockets"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["rank_1", "every_rank"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("way", ["raises", "future"])
+def test_hook_that_fails_ends_the_wrapper_on_every_rank(
+    ranks: RankPool, way: str, at: int, everywhere: bool, shared: bool
+) -> None:
+    ranks.run(3, _hook_fails, way, at, everywhere, shared)
 
 
-def _future_fails_everywhere(rank: int, world: int, at: int, views: bool, shared: bool) -> None:
-    with host_channel("1" if shared else "0"):
-        group = _group()
-        ddp = DistributedDataParallel(
-            build(), process_group=group, message_size=20, gradient_as_bucket_view=views
-        )
+def _hook_is_interrupted(rank: int, world: int) -> None:
+    group = _group()
+    ddp = DistributedDataParallel(build(), process_group=group)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        def fail(f: Any) -> Tensor:
-            raise LookupError("on purpose")
+        if rank == 1:
+            raise KeyboardInterrupt
+        return _average(world, bucket, group)
 
-        future = _average(world, bucket, group)
-        return future.then(fail) if fails and bucket.index() == at else future
-
-    fails = False
     ddp.register_comm_hook(None, hook)
-    for step in range(8):
-        fails = step in (0, 3, 4)
-        if not fails:
-            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-            continue
-        ddp.zero_grad()
-        named = [f"rank {rank} of {world}: ", f"for bucket {at} (", "on purpose"]
-        with raises(RuntimeError, *named):
-            _loss(ddp, rank, step).backward()
+    with raises(KeyboardInterrupt if rank == 1 else RuntimeError):
+        _loss(ddp, rank).backward()
+    with raises(RuntimeError, "restart with a new process group"):
+        _loss(ddp, rank).backward()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "sockets"])
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("at", [0, 1])
-def test_future_of_a_hook_that_fails_on_every_rank_leaves_the_next_step_right(
-    ranks: RankPool, at: int, views: bool, shared: bool
-) -> None:
-    ranks.run(3, _future_fails_everywhere, at, views, shared)
+def test_hook_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
+    ranks.run(2, _hook_is_interrupted)
 
 
 def _wrong_size(rank: int, world: int) -> None:
@@ -167,34 +164,6 @@ def _wrong_size(rank: int, world: int) -> None:
 
 def test_hook_of_another_size_on_one_rank_says_so_there(ranks: RankPool) -> None:
     ranks.run(2, _wrong_size)
-
-
-def _hook_raises(rank: int, world: int, at: int) -> None:
-    group = _group()
-    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if fails and bucket.index() == at:
-            raise LookupError("on purpose")
-        return _average(world, bucket, group)
-
-    fails = False
-    ddp.register_comm_hook(None, hook)
-    for step in range(2):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-    fails = rank == 1
-    parts = [f"rank {rank} of {world}: ", f"'Python function', for bucket {at} (", "on purpose"]
-    if not fails:
-        parts.append("rank 1 reports that communication hook")
-    with raises(RuntimeError, *parts):
-        _loss(ddp, rank).backward()
-    with raises(RuntimeError, "restart with a new process group"):
-        _loss(ddp, rank).backward()
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_hook_that_raises_on_one_rank_is_named_on_all(ranks: RankPool, at: int) -> None:
-    ranks.run(3, _hook_raises, at)
 
 
 def _fail(_: Tensor) -> None:

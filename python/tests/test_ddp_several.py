@@ -53,14 +53,14 @@ def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
     for _ in range(2):
         x = torch.randn(8, 4)
         first.zero_grad()
-        out = first.score(x) if how == "method" else first(x)
+        out = first.module.score(x) if how == "method" else first(x)
         inputs = list(net.parameters()) if how == "inputs" else None
         out.mean().backward(inputs=inputs)
         check_same_on_all_ranks([p.grad for p in net.parameters()], how)
     if kept is not None:
         kept.backward()  # its wrapper takes the parameters back, for this time
         first.zero_grad()
-        first.score(torch.randn(8, 4)).mean().backward()
+        first.module.score(torch.randn(8, 4)).mean().backward()
         check_same_on_all_ranks([net.weight.grad], "afterwards")
 
 

@@ -7,7 +7,6 @@ other step each gradient is the float64 mean over ranks, and parameters are bitw
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -416,7 +415,7 @@ def _amp(rank: int, world: int, level: str) -> None:
         check_same_on_all_ranks(list(amp.master_params(optimizer)), f"masters, step {step}")
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_skip_step_with_amp(ranks: RankPool, level: str) -> None:
     ranks.run(2, _amp, level)
 
@@ -463,7 +462,7 @@ def _amp_failing(rank: int, world: int, level: str, delayed: bool) -> None:
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["checked", "delayed"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O2"])
 def test_failed_backward_inside_scale_loss_skips_on_all(
     ranks: RankPool, level: str, delayed: bool
 ) -> None:
@@ -489,87 +488,3 @@ def _grad_scaler(rank: int, world: int) -> None:
 
 def test_skip_step_with_grad_scaler(ranks: RankPool) -> None:
     ranks.run(2, _grad_scaler)
-
-
-def _copy(rank: int, world: int) -> None:
-    ddp = copy.deepcopy(DistributedDataParallel(make(), on_failure="skip"))
-    backward(ddp, rank, 0)
-    if rank == 1:
-        ddp.skip_step().backward()
-    else:
-        backward(ddp, rank, 1)
-    check(ddp.step_skipped and ddp.on_failure == "skip", "a copy skips as its original")
-
-
-def test_copy_skips_too(ranks: RankPool) -> None:
-    ranks.run(2, _copy)
-
-
-def _failing_hooks(rank: int, world: int, at_end: bool) -> None:
-    """A hook that fails on every rank is an error on every rank, and leaves no gradients."""
-    ddp = DistributedDataParallel(make(seed=rank), on_failure="skip", message_size=20)
-    fails = False
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if fails and not at_end:
-            raise LookupError("on purpose")
-        future = _hook(state, bucket)
-        return future.then(lambda f: f.value()[1:]) if fails else future
-
-    ddp.register_comm_hook(None, hook)
-    for step in range(6):
-        ddp.zero_grad()
-        before = [p.detach().clone() for p in ddp.parameters()]
-        expected = mean_gradients(ddp.module, world, step)
-        fails = step % 2 == 0
-        if fails:
-            with raises_in_rank(Exception, "elements" if at_end else "on purpose"):
-                backward(ddp, rank, step)
-            if not at_end:  # otherwise each rank has its sums, and fails on its own
-                _expect_skipped(ddp, before, f"step {step}")
-        else:
-            backward(ddp, rank, step)
-            _expect(ddp, expected, f"step {step}")
-
-
-@pytest.mark.parametrize("at_end", [False, True], ids=["raises", "result"])
-def test_hook_that_fails_on_every_rank_leaves_no_gradient(ranks: RankPool, at_end: bool) -> None:
-    ranks.run(2, _failing_hooks, at_end)
-
-
-def _all_skip_first(rank: int, world: int) -> None:
-    """Nothing recorded in a skipped step counts."""
-    ddp = DistributedDataParallel(make(seed=rank), static_graph=True)
-    for step in range(4):
-        ddp.zero_grad()
-        if step == 0:
-            ddp.skip_step().backward()
-            continue
-        expected = mean_gradients(ddp.module, world, step)
-        backward(ddp, rank, step)
-        _expect(ddp, expected, f"step {step}")
-
-
-def test_first_step_that_every_rank_skips_records_nothing(ranks: RankPool) -> None:
-    ranks.run(2, _all_skip_first)
-
-
-def _changed_module(rank: int, world: int, forward: bool) -> None:
-    """The module has changed since the last step. Skipping must use the new reducer."""
-    ddp = DistributedDataParallel(nn.Sequential(make(seed=rank), nn.Linear(4, 3)))
-    backward(ddp, rank, 0)
-    torch.manual_seed(rank)
-    ddp.module[1] = nn.Linear(4, 2)
-    ddp.zero_grad()
-    if rank == 0:
-        loss = ddp.skip_step()
-        (ddp(batch(rank, 1)).square().sum() if forward else loss).backward()
-    else:
-        backward(ddp, rank, 1)
-    _expect_skipped(ddp, [p.detach() for p in ddp.parameters()], "the changed module")
-    check_same_on_all_ranks(list(ddp.parameters()), "the changed module")
-
-
-@pytest.mark.parametrize("forward", [False, True], ids=["without_forward", "before_forward"])
-def test_skip_step_after_the_module_has_changed(ranks: RankPool, forward: bool) -> None:
-    ranks.run(2, _changed_module, forward)

@@ -15,8 +15,7 @@ import torch
 from amp_support import fresh_amp  # noqa: F401
 from torch import Tensor, nn
 
-from apex import amp
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, fused_sgd
+from apex.optimizers import FusedAdam, FusedSGD, fused_sgd
 
 INF = float("inf")
 
@@ -111,28 +110,6 @@ def test_fused_sgd_skipped_first_step_leaves_no_state_and_the_next_is_the_first(
     run.check()
 
 
-@pytest.mark.parametrize("case", SGD_OPTIONS)
-@pytest.mark.parametrize("sliced", [False, True])
-def test_fused_sgd_group_and_gradient_that_come_later_and_are_skipped_have_no_state(
-    case: str, sliced: bool, filled_memory: None
-) -> None:
-    """Parameters with and without momentum in one group, and in a separate group."""
-    run = scaled_sgd(case, sliced)
-    run.step(False, without=(1, 2))
-    before = run.optimizer.state[run.params[0]]["momentum_buffer"].clone()
-    for _ in range(2):
-        run.step(True, without=(2,))  # the second parameter's first gradient
-        assert run.params[1] not in run.optimizer.state
-        assert torch.equal(run.optimizer.state[run.params[0]]["momentum_buffer"], before)
-    run.step(False, without=(2,))
-    run.add_third()
-    run.step(True)
-    assert run.params[2] not in run.optimizer.state
-    run.step(False)
-    run.step(False)
-    run.check()
-
-
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("late", [False, True])
 def test_fused_sgd_first_momentum_is_the_gradient_bit_for_bit(dampening: float, late: bool) -> None:
@@ -179,15 +156,6 @@ def test_fused_adam_skipped_steps_count_nowhere(dtype: torch.dtype, correction: 
     assert {float(entry["step"]) for entry in run.optimizer.state.values()} == {3.0}
     if correction:
         run.check()
-
-
-@pytest.mark.parametrize("kind", [FusedSGD, FusedAdam], ids=lambda kind: kind.__name__)
-def test_fused_optimizer_without_gradients_steps_under_grad_scaler(kind: Any) -> None:
-    param = nn.Parameter(torch.ones(3))
-    optimizer, scaler = kind([param], lr=0.1), torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    assert torch.equal(param, torch.ones(3)) and not optimizer.state
 
 
 class FlagOfDevice:
@@ -313,54 +281,6 @@ def test_fused_adam_loads_float32_moments_without_rounding(
     assert all(map(torch.equal, params, others))
 
 
-@pytest.mark.parametrize("state_first", [False, True])
-@pytest.mark.parametrize("level", ["O3", "O3-bf16"])
-def test_fused_adam_at_o3_has_float32_moments(level: str, state_first: bool) -> None:
-    """Also if the optimizer had a state before its parameters were cast."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 4)
-    optimizer = FusedAdam(model.parameters(), lr=1e-3)
-
-    def grads() -> None:
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 1e-4)
-
-    if state_first:
-        grads()
-        optimizer.step()
-    before = {id(p): optimizer.state[p]["exp_avg_sq"].clone() for p in optimizer.state}
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for param in model.parameters():
-        if state_first:
-            assert torch.equal(optimizer.state[param]["exp_avg_sq"], before[id(param)])
-    for _ in range(3):
-        values = [param.detach().double() for param in model.parameters()]
-        grads()
-        optimizer.step()
-    assert {entry["exp_avg_sq"].dtype for entry in optimizer.state.values()} == {torch.float32}
-    for param, old in zip(model.parameters(), values, strict=True):
-        step = (param.detach().double() - old).abs()
-        assert (step <= 1e-3 + _spacing(param.detach())).all()  # Adam's step is lr, plus rounding
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "kind, wide",
-    [(FusedLAMB, True), (FusedNovoGrad, True), (FusedAdagrad, True), (FusedSGD, False)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_fused_optimizer_state_of_low_precision_has_the_documented_type(
-    kind: Any, wide: bool, dtype: torch.dtype
-) -> None:
-    """float32, except that FusedSGD's momentum has the parameter's dtype, as in Apex."""
-    _, optimizer = _trained(kind, dtype, lr=0.1, **({} if wide else {"momentum": 0.9}))
-    types = {v.dtype for e in optimizer.state.values() for v in e.values()}
-    assert types == {torch.float32 if wide else dtype}
-    resumed = kind(optimizer.param_groups[0]["params"], lr=0.1)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert {v.dtype for e in resumed.state.values() for v in e.values()} == types
-
-
 def test_fused_sgd_of_float16_rounds_parameter_and_momentum_once() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(67).half()), _sliced((5, 3), torch.float16)]
@@ -442,28 +362,6 @@ def test_fused_adam_loaded_state_changes_numbers_and_not_what_is_computed(
     )
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_fused_sgd_loaded_state_changes_numbers_and_not_what_is_computed(maximize: bool) -> None:
-    saved = nn.Parameter(torch.ones(5))
-    options = {"momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1}
-    other = torch.optim.SGD([saved], lr=0.3, maximize=not maximize, foreach=True, **options)
-    saved.grad = torch.ones(5)
-    other.step()
-    param = nn.Parameter(saved.detach().clone())
-    optimizer = FusedSGD([{"params": [param], "maximize": maximize}], lr=1e-3)
-    before = _own_settings(optimizer)
-    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert _own_settings(optimizer) == before
-    group = optimizer.param_groups[0]
-    assert {key: group[key] for key in ("lr", *options)} == {"lr": 0.3, **options}
-    wanted = torch.optim.SGD([saved], lr=0.3, maximize=maximize, **options)
-    wanted.state[saved]["momentum_buffer"] = other.state[saved]["momentum_buffer"].clone()
-    for one, its in ((param, optimizer), (saved, wanted)):
-        one.grad = torch.full((5,), 0.5)
-        its.step()
-    torch.testing.assert_close(param, saved)
-
-
 def test_fused_adam_loads_the_step_of_apexs_capturable_class() -> None:
     params, optimizer = _trained(FusedAdam, torch.float32)
     state = copy.deepcopy(optimizer.state_dict())
@@ -480,46 +378,3 @@ def test_fused_adam_group_with_amsgrad_is_refused() -> None:
     with pytest.raises(ValueError, match="FusedAdam has no AMSGrad variant"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("adam_w_mode", [False, True])
-def test_fused_adam_capturable_on_a_slice_on_the_cpu_is_as_without(adam_w_mode: bool) -> None:
-    ends = []
-    for capturable in (False, True):
-        base = torch.arange(12.0).reshape(3, 4)
-        param = nn.Parameter(base[:, :2])
-        optimizer = FusedAdam([param], lr=0.1, adam_w_mode=adam_w_mode, capturable=capturable)
-        for _ in range(3):
-            param.grad = param.detach() - 1
-            optimizer.step()
-        assert optimizer.param_groups[0]["capturable"] == capturable
-        ends.append(base)
-    assert torch.equal(*ends) and not torch.equal(ends[0], torch.arange(12.0).reshape(3, 4))
-    assert torch.equal(ends[0][:, 2:], torch.arange(12.0).reshape(3, 4)[:, 2:])
-
-
-@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD], ids=lambda kind: kind.__name__)
-def test_fused_optimizer_sparse_gradient_is_refused_before_anything_changes(kind: Any) -> None:
-    table, dense = nn.Embedding(4, 3, sparse=True), nn.Parameter(torch.ones(3))
-    optimizer = kind([dense, table.weight], lr=1.0)
-    (table(torch.tensor([1])) * dense).sum().backward()
-    remedy = "SparseAdam" if kind is FusedAdam else "SGD"
-    with pytest.raises(
-        RuntimeError,
-        match=f"{kind.__name__} does not support sparse gradients, and parameter 1 of group 0 has "
-        f"one: leave it to torch.optim.{remedy}",
-    ):
-        optimizer.step()
-    assert torch.equal(dense, torch.ones(3)) and not optimizer.state
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adam_that_loaded_a_state_counts_its_own_steps(dtype: torch.dtype) -> None:
-    """The step counter is not the one of the optimizer that saved the state."""
-    first, second = (torch.ones(4, dtype=dtype, requires_grad=True) for _ in range(2))
-    one, two = FusedAdam([first], lr=0.1), FusedAdam([second], lr=0.1)
-    first.grad = torch.ones_like(first)
-    one.step()
-    two.load_state_dict(one.state_dict())
-    one.step()
-    assert [float(o.state[p]["step"]) for o, p in ((one, first), (two, second))] == [2, 1]

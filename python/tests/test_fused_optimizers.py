@@ -9,12 +9,10 @@ import importlib
 import inspect
 import io
 import itertools
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import fused_optimizer_references as references
-import numpy as np
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
@@ -124,17 +122,6 @@ def test_fused_novograd_follows_the_paper(
         run("FusedNovoGrad", torch.float64, options)
     finally:
         SHAPES[:] = shapes
-
-
-@pytest.mark.parametrize("norm_type", [0, 2])
-def test_fused_novograd_of_an_empty_parameter_steps_the_others(norm_type: int) -> None:
-    params = make_params()
-    optimizer = optimizers.FusedNovoGrad(params, norm_type=norm_type)
-    set_grads(params, 0)
-    before = [p.detach().clone() for p in params]
-    optimizer.step()
-    for param, old in zip(params, before, strict=True):
-        assert param.isfinite().all() and (param.numel() == 0 or not torch.equal(param, old))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -301,32 +288,6 @@ def test_fused_optimizer_state_is_float32_and_stays_so_when_loaded(name: str) ->
     assert torch.equal(others[0], before)
 
 
-OWN = {
-    "FusedLAMB": {"adam_w_mode": False, "use_nvlamb": True, "set_grad_none": False},
-    "FusedNovoGrad": {"reg_inside_moment": True, "set_grad_none": False},
-    "FusedAdagrad": {"adagrad_w_mode": True, "set_grad_none": False},
-    "FusedAdam": {"adam_w_mode": False, "bias_correction": False},
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_fused_optimizer_copy_has_all_settings(name: str, way: str) -> None:
-    params = make_params(torch.float32)
-    optimizer = getattr(optimizers, name)(params, lr=0.1, weight_decay=0.1, **OWN[name])
-    set_grads(params, 0)
-    optimizer.step()
-    pair = (params, optimizer)
-    copied, other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    for members, one in ((params, optimizer), (copied, other)):
-        for step in (1, 2):
-            set_grads(members, step)
-            one.step()
-        one.zero_grad()
-    assert all(map(torch.equal, params, copied))
-    assert (copied[0].grad is None) == (params[0].grad is None) == (name == "FusedAdam")
-
-
 def test_fused_optimizer_zero_grad_goes_by_set_grad_none() -> None:
     for name, none in itertools.product(NEW, (True, False)):
         params = make_params()
@@ -353,41 +314,6 @@ def test_fused_optimizer_sparse_gradient_refused_before_anything_changes(name: s
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="complex gradients"):
         getattr(optimizers, name)([param]).step()
-
-
-@pytest.mark.parametrize("name", [*NEW, "FusedAdam"])
-def test_fused_optimizer_with_schedulers_closures_and_groups_added(name: str) -> None:
-    params = make_params()
-    optimizer = getattr(optimizers, name)(params[:1], lr=1.0, weight_decay=0.0)
-    optimizer.add_param_group({"params": iter(params[1:]), "lr": 0.5})
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch else 1.0)
-
-    def closure() -> torch.Tensor:
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = sum((p - 1).square().sum() for p in params)
-        loss.backward()
-        return loss
-
-    assert float(optimizer.step(closure).detach()) > 0
-    schedule.step()
-    before = [p.detach().clone() for p in params]
-    optimizer.step(closure)  # with a learning rate of 0
-    assert all(map(torch.equal, params, before))
-
-
-@pytest.mark.parametrize("name", NEW)
-def test_fused_optimizer_takes_a_tensor_as_learning_rate(name: str) -> None:
-    results = []
-    for rate in (0.25, torch.tensor(0.25), torch.tensor([0.25])):
-        params = make_params(torch.float32)
-        optimizer = getattr(optimizers, name)(params, lr=rate)
-        set_grads(params, 0)
-        optimizer.step()
-        results.append([p.detach() for p in params])
-    for others in results[1:]:
-        for a, b in zip(results[0], others, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -471,46 +397,6 @@ def test_fused_lamb_at_o2_computes_on_master_weights() -> None:
         )
 
 
-def _as_apex_saves(state: dict[str, Any], name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The state in the layout of Apex's class of the same name."""
-    state = copy.deepcopy(state)
-    if name != "FusedNovoGrad":
-        return state  # the same layout: 'step' is in the group
-    for group in state["param_groups"]:
-        entries = [state["state"][i] for i in group["params"] if i in state["state"]]
-        found = [entry.pop("exp_avg_sq") for entry in entries]
-        tensor = torch.tensor([float(norm) for norm in found])
-        empty = torch.zeros(0)
-        group["exp_avg_sq"] = [tensor, empty] if dtype == torch.float16 else [empty, tensor]
-    for entry in state["state"].values():
-        entry["exp_avg"] = entry["exp_avg"].to(dtype)
-    return state
-
-
-@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_fused_optimizer_loads_the_state_of_apexs_class(name: str, dtype: torch.dtype) -> None:
-    params = make_params(dtype)
-    params[2].requires_grad_(False)
-    optimizer = getattr(optimizers, name)(params, lr=0.1)
-    for step in range(3):
-        set_grads(params, step, missing=(2,))
-        optimizer.step()
-    state = _as_apex_saves(optimizer.state_dict(), name, dtype)
-    assert state["param_groups"][0]["step"] == 3
-    assert all("step" not in entry for entry in state["state"].values())
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = getattr(optimizers, name)(others)
-    resumed.load_state_dict(state)
-    assert resumed.param_groups[0]["step"] == 3 and resumed.param_groups[0]["lr"] == 0.1
-    for members, one in ((params, optimizer), (others, resumed)):
-        set_grads(members, 3, missing=(2,))
-        one.step()
-    limit = {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]  # Apex has rounded the momentum
-    for a, b in zip(params, others, strict=True):
-        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
-
-
 APEX_SIGNATURES = {
     "FusedLAMB": "params lr=0.001 bias_correction=True betas=(0.9, 0.999) eps=1e-06 "
     "weight_decay=0.01 amsgrad=False adam_w_mode=True grad_averaging=True set_grad_none=True "
@@ -569,17 +455,6 @@ def test_fused_optimizer_setting_refused_says_what_to_do(
         getattr(optimizers, name)(make_params(), **options)
     if name == "FusedAdam":
         optimizers.FusedAdam(make_params(), max_grad_norm=0.0, eps_inside_sqrt=False)
-
-
-def test_fused_lamb_inside_larc_and_a_profiler_runs_hooks_once() -> None:
-    params = make_params(torch.float32)
-    optimizer = LARC.LARC(optimizers.FusedLAMB(params))
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append("outer"))
-    optimizer.optim.register_step_post_hook(lambda *_: calls.append("inner"))
-    set_grads(params, 0)
-    optimizer.step()
-    assert calls == ["inner", "outer"]
 
 
 # --- several ranks ---
@@ -643,21 +518,6 @@ def _overlapped(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_fused_adam_overlapped_counts_once_and_others_are_refused(ranks: RankPool) -> None:
     ranks.run(2, _overlapped)
-
-
-def test_references_agree_with_torchs_adamw() -> None:
-    params = make_params()
-    arrays = [p.detach().numpy().copy() for p in params]
-    plain, reference = (
-        torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
-        references.Adam(lr=0.1, weight_decay=0.1),
-    )
-    for step in range(3):
-        set_grads(params, step)
-        plain.step()
-        reference.step(arrays, [p.grad.numpy() for p in params])
-    for param, want in zip(params, arrays, strict=True):
-        assert np.allclose(param.detach().numpy(), want, atol=1e-12)
 
 
 UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -758,66 +618,3 @@ def test_fused_optimizer_stays_fused_and_lets_kernels_update_what_they_can(
             optimizer.step()
         assert optimizer.param_groups[0]["fused"] and optimizer._step_supports_amp_scaling
     assert len(copied) == 2 and all(tensor is sliced for tensor in copied)
-
-
-@pytest.mark.parametrize("name", NEW)
-def test_fused_optimizer_load_hooks_of_others_take_effect(name: str) -> None:
-    """A pre-hook that renumbers the state, as in torch's documentation, and a post-hook."""
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = getattr(optimizers, name)([first, second])
-    set_grads([first, second], 0)
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    swapped = getattr(optimizers, name)([second, first])
-
-    def renumber(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
-
-    seen = []
-    swapped.register_load_state_dict_pre_hook(renumber)
-    swapped.register_load_state_dict_post_hook(lambda one: seen.append(dict(one.state)))
-    swapped.load_state_dict(saved)
-    for param in (first, second):
-        assert swapped.state[param].keys() == optimizer.state[param].keys()
-        for key, value in optimizer.state[param].items():
-            assert torch.equal(swapped.state[param][key], value)
-            assert seen[0][param][key] is swapped.state[param][key]
-    assert not torch.equal(*(next(iter(optimizer.state[p].values())) for p in (first, second)))
-
-
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_fused_sgd_group_that_maximizes_takes_late_gradients(dampening: float) -> None:
-    ends = []
-    for kind, fused in ((optimizers.FusedSGD, {}), (torch.optim.SGD, {"foreach": False})):
-        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-        groups = [{"params": params, "maximize": True}]
-        optimizer = kind(
-            groups, lr=0.1, momentum=0.9, dampening=dampening, weight_decay=0.1, **fused
-        )
-        for step in range(5):
-            set_grads(params, step, missing=(1,) if step < 2 else ())
-            optimizer.step()
-        ends.append([param.detach() for param in params])
-    for got, expected in zip(*ends, strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_optimizer_of_a_slice_takes_a_tensor_as_learning_rate(name: str) -> None:
-    ends = []
-    for rate in (0.01, torch.tensor(0.01)):
-        base = torch.arange(36.0).reshape(6, 6) / 36
-        param = nn.Parameter(base[:, :3])
-        optimizer = getattr(optimizers, name)([param], lr=rate)
-        for step in range(3):
-            set_grads([param], step)
-            optimizer.step()
-        ends.append(base)
-    torch.testing.assert_close(*ends)
-    assert not torch.equal(ends[0], torch.arange(36.0).reshape(6, 6) / 36)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_optimizer_given_a_tensor_for_parameters_says_so(name: str) -> None:
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        getattr(optimizers, name)(nn.Parameter(torch.ones(2, 2)))

@@ -11,15 +11,31 @@ from typing import Any
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, raises
+from ddp_support import RankPool, forget_amp, raises
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from apex import amp
+from apex._internal import joining
 from apex._internal.not_served import INSTEAD
 from apex.parallel import DistributedDataParallel as DDP
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+
+def _joins(level: str) -> None:
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
+    wrapped = DDP(model)
+    try:
+        with wrapped.join(), amp.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+    finally:
+        forget_amp()
+
+
 WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel(mixed_precision=...)": lambda: DDP(
         nn.Linear(2, 2), mixed_precision=torch.bfloat16
@@ -28,6 +44,9 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel._register_buffer_comm_hook": lambda: DDP(
         nn.Linear(2, 2)
     )._register_buffer_comm_hook(None, print),
+    "DistributedDataParallel.join() with master weights or a dynamic scale of amp": lambda: _joins(
+        "O2"
+    ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": lambda: Join(
         [DDP(nn.Linear(2, 2))]
     ),
@@ -52,6 +71,8 @@ def _refuses(rank: int, world: int) -> None:
     for name, call in WITH_GROUP.items():
         with raises(Exception, _sentence(name)):
             call()
+    with raises(RuntimeError, _sentence(joining.WITH_AMP)):
+        _joins("O1")
 
 
 @pytest.mark.processes

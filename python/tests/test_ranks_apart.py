@@ -125,7 +125,7 @@ def has_a_hook_alone(group: Any, odd: bool) -> None:
     ddp = DistributedDataParallel(_net(), process_group=group)
     _step(ddp)
     if odd:
-        ddp.register_builtin_comm_hook("bf16_fp32_sum")
+        ddp.register_builtin_comm_hook("bf16")
     _step(ddp)
     _step(ddp)
 

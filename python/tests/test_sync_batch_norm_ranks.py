@@ -258,8 +258,8 @@ def _exact_count_body(rank: int, world_size: int) -> None:
     # factor.
     rows = (1 << 24) if rank == 0 else 1
     results = torch.ops.apex.sync_batch_norm(
-        torch.zeros(rows, 1, dtype=torch.float16), None, None, None, None, None, None, 0.1, 1e-5,
-        False, False, dist.group.WORLD.group_name,
+        torch.zeros(rows, 1, dtype=torch.float16), None, None, None, None, None, 0.1, 1e-5,
+        dist.group.WORLD.group_name,
     )  # fmt: skip
     assert int(results[3]) == (1 << 24) + 1
 

@@ -43,10 +43,7 @@ AREAS = (
         45,
         (
             "cpp/src/batch_norm/*.cpp",
-            "cpp/src/kernels/batch_norm_cpu*.cpp",
-            "cpp/src/kernels/batch_norm_cpu*.h",
             "cpp/src/kernels/batch_norm_math.h",
-            "cpp/src/kernels/welford.h",
         ),
         without=("*_cuda.cpp", "*_no_cuda.cpp"),
     ),

@@ -28,5 +28,4 @@
 #include <apex/parallel/stall_report.h>
 #include <apex/parallel/straggler_report.h>
 #include <apex/parallel/sync_batch_norm.h>
-#include <apex/tensor_parts.h>
 #include <apex/version.h>

@@ -16,6 +16,7 @@
 
 #include "comm/announcer.h"
 #include "comm/collectives.h"
+#include "comm/slices.h"
 #include "distributed/backends.h"
 #include "floating_point_mode.h"
 #include "torch_version.h"
@@ -61,6 +62,7 @@ static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 /// Receive buffer for the first message of one rank over Gloo. Pages that are not written cost
 /// nothing.
 constexpr int64_t kRoom = int64_t{1} << 20;
+static_assert(kRoom <= kSliceBytes, "the first message is issued in one piece");
 /// The same in shared memory: a header and the values of about 500 channels.
 constexpr int64_t kRoomInMemory = int64_t{8} << 10;
 

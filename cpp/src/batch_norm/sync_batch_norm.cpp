@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <apex/parallel/sync_batch_norm.h>
 
+#include <ATen/Context.h>
+#include <ATen/ops/batch_norm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -20,8 +21,10 @@
 namespace apex::parallel {
 namespace {
 
-std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+using detail::OptionalTensor;
+
+OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
 /// The group that c10d has registered by this name, or null. c10d throws for an unknown name and
@@ -67,10 +70,23 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   return group;
 }
 
-void require_input(const at::Tensor& input, const char* function) {
+void require_input(const at::Tensor& input) {
   if (!input.defined()) {
-    throw InvalidArgument(std::string(function) + ": the input is an undefined tensor.");
+    throw InvalidArgument("sync_batch_norm: the input is an undefined tensor.");
   }
+}
+
+/// torch's batch norm on this rank, of input [N, C, *].
+at::Tensor batch_norm_alone(const at::Tensor& x, const SyncBatchNormArguments& a, bool training) {
+  const bool of_batch = training || !a.running_mean.defined();
+  if (of_batch && x.size(1) > 0) detail::check_more_than_one_value(x, x.numel() / x.size(1));
+  double factor = a.momentum.value_or(0);
+  if (training && a.num_batches_tracked.defined()) {
+    a.num_batches_tracked.add_(1);
+    if (!a.momentum) factor = 1 / a.num_batches_tracked.item<double>();
+  }
+  return at::batch_norm(x, a.weight, a.bias, a.running_mean, a.running_var, of_batch, factor, a.eps,
+                        at::globalContext().userEnabledCuDNN());
 }
 
 /// Calls an operator, and converts c10's exceptions to this library's.
@@ -121,28 +137,38 @@ std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
   return name;
 }
 
-at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a) {
-  require_input(input, "sync_batch_norm");
-  const std::string peers = process_group_name(a.process_group);
+at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a,
+                           bool training) {
+  require_input(input);
+  const bool moved = a.channel_last && input.dim() > 2;
+  const at::Tensor x = moved ? input.movedim(-1, 1) : input;
+  const bool peers = a.process_group && a.process_group->getSize() > 1;
+  const std::string group = training && peers ? process_group_name(a.process_group) : "";
   return with_own_errors([&] {
-    return std::get<0>(detail::call(detail::ForwardArguments{
-        input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias),
-        if_defined(a.running_mean), if_defined(a.running_var), if_defined(a.num_batches_tracked),
-        a.momentum, a.eps, a.channel_last, a.fuse_relu, peers, a.layer_name}));
-  });
-}
-
-at::Tensor batch_norm_inference(const at::Tensor& input, const SyncBatchNormArguments& a) {
-  require_input(input, "batch_norm_inference");
-  if (!a.running_mean.defined() || !a.running_var.defined()) {
-    throw InvalidArgument(
-        "batch_norm_inference normalizes by running_mean and running_var; pass both, or call "
-        "sync_batch_norm.");
-  }
-  return with_own_errors([&] {
-    return detail::call(detail::InferenceArguments{
-        input, if_defined(a.z), if_defined(a.weight), if_defined(a.bias), a.running_mean,
-        a.running_var, a.eps, a.channel_last, a.fuse_relu});
+    const OptionalTensor weight = if_defined(a.weight), bias = if_defined(a.bias),
+                         running_mean = if_defined(a.running_mean),
+                         running_var = if_defined(a.running_var),
+                         batches = if_defined(a.num_batches_tracked);
+    const detail::ForwardArguments of_operator{x,           weight,      bias,       running_mean,
+                                               running_var, batches,     a.momentum, a.eps,
+                                               group,       a.layer_name};
+    at::Tensor y;
+    if (!group.empty() || (training && !x.is_cpu())) {
+      y = std::get<0>(detail::call(of_operator));
+    } else {
+      detail::check(of_operator);
+      y = batch_norm_alone(x, a, training);
+    }
+    if (moved) y = y.movedim(1, -1);
+    if (a.z.defined()) {
+      TORCH_CHECK_VALUE(a.z.sizes() == y.sizes() && a.z.dtype() == y.dtype(),
+                        "apex sync batch norm: z is ", a.z.dtype(), " ", a.z.sizes(),
+                        " but the input is ", y.dtype(), " ", y.sizes(),
+                        "; z is added to the output, so its dtype and shape must be those of the "
+                        "input.");
+      y = y + a.z;
+    }
+    return a.fuse_relu ? y.relu() : y;
   });
 }
 
@@ -212,17 +238,18 @@ void SyncBatchNormImpl::reset_running_stats() {
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "apex::parallel::SyncBatchNorm(" << options.num_features()
-         << ", eps=" << options.eps() << ", momentum=";
+  const auto text = [](bool value) { return value ? "true" : "false"; };
+  stream << "apex::parallel::SyncBatchNorm(" << options.num_features() << ", eps=" << options.eps()
+         << ", momentum=";
   if (options.momentum().has_value()) {
     stream << *options.momentum();
   } else {
     stream << "None";
   }
-  stream << ", affine=" << options.affine()
-         << ", track_running_stats=" << options.track_running_stats()
-         << ", channel_last=" << options.channel_last() << ", fuse_relu=" << options.fuse_relu()
-         << ")";
+  stream << ", affine=" << text(options.affine())
+         << ", track_running_stats=" << text(options.track_running_stats())
+         << ", channel_last=" << text(options.channel_last())
+         << ", fuse_relu=" << text(options.fuse_relu()) << ")";
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() const {
@@ -252,20 +279,15 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.eps = options.eps();
   a.channel_last = options.channel_last();
   a.fuse_relu = options.fuse_relu();
-  if (is_training() || !options.track_running_stats()) {
-    if (is_training()) {
-      a.process_group = group_in_training();
-      a.layer_name = layer_name;
-      a.running_mean = running_mean;
-      a.running_var = running_var;
-      // Its dtype may not be int64: libtorch's Module::to(dtype) also casts counters.
-      a.num_batches_tracked = num_batches_tracked;
-    }
-    return sync_batch_norm(input, a);
-  }
   a.running_mean = running_mean;
   a.running_var = running_var;
-  return batch_norm_inference(input, a);
+  // Its dtype may not be int64: libtorch's Module::to(dtype) also casts counters.
+  a.num_batches_tracked = num_batches_tracked;
+  if (is_training()) {
+    a.process_group = group_in_training();
+    a.layer_name = layer_name;
+  }
+  return sync_batch_norm(input, a, is_training());
 }
 
 void follow_sync_batch_norm(int64_t announced, at::Device device) {
@@ -289,9 +311,8 @@ void follow_sync_batch_norm(int64_t announced, at::Device device) {
     const at::Tensor ones = at::ones({length}, on(at::kDouble));
     const at::Tensor count = at::ones({1}, on(at::kLong));
     const detail::OutputMask input{true};
-    return std::get<0>(detail::call(detail::BackwardArguments{
-        empty, empty, std::nullopt, std::nullopt, std::nullopt, ones, ones, count, 1e-5,
-        /*channel_last=*/false, /*fuse_relu=*/false, input, peers}));
+    return std::get<0>(detail::call(
+        detail::BackwardArguments{empty, empty, std::nullopt, ones, ones, count, input, peers}));
   });
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The batch-norm operators on CUDA: two launches and at most one collective per direction, all on
-// the current stream. The host waits once per device and dtype, when the kernels are compared with
-// ATen's.
+// the current stream. The host never waits.
 //
 // Note [Counters between blocks]
 // Blocks that share a channel use a counter to find out which block is the last. The counter must
@@ -13,6 +12,7 @@
 // graph clears it.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -24,7 +24,7 @@
 #include <mutex>
 #include <utility>
 
-#include "batch_norm/sync_batch_norm_aten.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 #include "kernels/batch_norm_cuda.h"
 
 namespace apex::parallel::detail {
@@ -46,10 +46,6 @@ kernels::DeviceLimits device_limits(c10::DeviceIndex device) {
   return found->second;
 }
 
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
-
 /// The counters of the stream, or null if their allocation fails. See Note [Counters between
 /// blocks].
 unsigned* zeroed_counters(int64_t length, const c10::cuda::CUDAStream& stream) {
@@ -66,6 +62,8 @@ unsigned* zeroed_counters(int64_t length, const c10::cuda::CUDAStream& stream) {
     const int64_t longer = std::max<int64_t>(length, 4096);
     const size_t bytes = static_cast<size_t>(longer) * sizeof(unsigned);
     void* data = nullptr;
+    // Another thread may be capturing a graph, which an ordinary allocation would invalidate.
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     if (cudaMalloc(&data, bytes) != cudaSuccess) {
       (void)cudaGetLastError();
       return nullptr;
@@ -101,8 +99,16 @@ bool is_aligned(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-const void* pointer(const OptionalTensor& tensor) {
-  return present(tensor) ? tensor->const_data_ptr() : nullptr;
+kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
+  using kernels::ParamType;
+  if (!present(tensor) || tensor->numel() == 0) return {};
+  const at::ScalarType type = tensor->scalar_type();
+  return {tensor->data_ptr(),
+          type == at::kFloat    ? ParamType::kFloat32
+          : type == at::kDouble ? ParamType::kFloat64
+          : type == at::kHalf   ? ParamType::kFloat16
+                                : ParamType::kBFloat16,
+          tensor->stride(0)};
 }
 
 /// A call with the work area of its reducing launch. The tensors keep the memory alive until the
@@ -113,44 +119,55 @@ struct Prepared {
   at::Tensor counters;
 };
 
-Prepared prepare(const at::Tensor& x, const Sizes& sizes, bool aligned, bool reduces) {
+Prepared prepare(const at::Tensor& x, const Sizes& sizes, bool aligned) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   Prepared p{{element_type(x), sizes.rows, sizes.planes, aligned, device_limits(x.get_device()),
               stream.stream(), nullptr, nullptr},
              {},
              {}};
-  if (reduces) {
-    p.partial = at::empty({kernels::partial_length(p.call)}, x.options().dtype(at::kDouble));
-    p.call.partial = p.partial.mutable_data_ptr<double>();
-    const int64_t length = kernels::counters_length(p.call);
-    if (!is_capturing()) p.call.counters = zeroed_counters(length, stream);
-    if (p.call.counters == nullptr) {
-      p.counters = at::zeros({length}, x.options().dtype(at::kInt));
-      p.call.counters = reinterpret_cast<unsigned*>(p.counters.mutable_data_ptr<int>());
-    }
+  p.partial = at::empty({kernels::partial_length(p.call)}, x.options().dtype(at::kDouble));
+  p.call.partial = p.partial.mutable_data_ptr<double>();
+  const int64_t length = kernels::counters_length(p.call);
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
+    p.call.counters = zeroed_counters(length, stream);
+  }
+  if (p.call.counters == nullptr) {
+    p.counters = at::zeros({length}, x.options().dtype(at::kInt));
+    p.call.counters = reinterpret_cast<unsigned*>(p.counters.mutable_data_ptr<int>());
   }
   return p;
 }
 
 void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
 
-ForwardResult forward_by_kernels(const ForwardArguments& args, const ForwardCall& call) {
-  const int64_t channels = call.sizes.planes.channels;
-  at::Tensor record =
-      at::empty({kernels::statistics_length(channels)}, args.input.options().dtype(at::kDouble));
-  int64_t* batches = call.counter.defined() ? call.counter.mutable_data_ptr<int64_t>() : nullptr;
-  kernels::NormalizeArguments a{};
-  a.x = call.x.const_data_ptr();
-  a.z = pointer(call.z);
-  a.y = call.output.mutable_data_ptr();
-  const Prepared prepared = prepare(call.x, call.sizes, is_aligned({a.x, a.z, a.y}), true);
-  check_launch(
-      kernels::launch_statistics(prepared.call, a.x, record.mutable_data_ptr<double>(), batches));
-  const at::Tensor records = call.peers ? gather_statistics(call.peers, record, channels) : record;
+ForwardResult forward_cuda(const ForwardArguments& args) {
+  const Peers peers = checked_peers(args);
+  const c10::cuda::CUDAGuard guard(args.input.device());
+  const at::Tensor x = in_layout(args.input), y = at::empty_like(x);
+  const Sizes sizes(x);
+  const int64_t channels = sizes.planes.channels;
+  const auto float64 = x.options().dtype(at::kDouble);
+  const at::Tensor mean = at::empty({channels}, float64), invstd = at::empty({channels}, float64),
+                   count = at::empty({1}, x.options().dtype(at::kLong));
+  if (channels == 0) {
+    count.zero_();
+    return {y, mean, invstd, count};
+  }
+  // The kernels count in an int64.
+  const OptionalTensor& counted = args.num_batches_tracked;
+  const at::Tensor counter = present(counted) ? counted->to(at::kLong) : at::Tensor();
+  int64_t* const batches = counter.defined() ? counter.mutable_data_ptr<int64_t>() : nullptr;
+  const Prepared prepared = prepare(x, sizes, is_aligned({x.const_data_ptr(), y.const_data_ptr()}));
+  at::Tensor records = at::empty({kernels::statistics_length(channels)}, float64);
+  check_launch(kernels::launch_statistics(prepared.call, x.const_data_ptr(),
+                                          records.mutable_data_ptr<double>(), batches));
+  if (peers) records = all_gather(peers, records, Direction::kForward, channels);
 
+  kernels::NormalizeArguments a{};
+  a.x = x.const_data_ptr();
+  a.y = y.mutable_data_ptr();
   a.weight = channel_param(args.weight);
   a.bias = channel_param(args.bias);
-  a.relu = args.fuse_relu;
   a.eps = args.eps;
   a.records = records.const_data_ptr<double>();
   a.ranks = records.numel() / kernels::statistics_length(channels);
@@ -158,88 +175,49 @@ ForwardResult forward_by_kernels(const ForwardArguments& args, const ForwardCall
   a.num_batches = batches;
   a.running_mean = channel_param(args.running_mean);
   a.running_var = channel_param(args.running_var);
-  a.mean = call.mean.mutable_data_ptr<double>();
-  a.invstd = call.invstd.mutable_data_ptr<double>();
-  a.count = call.count.mutable_data_ptr<int64_t>();
+  a.mean = mean.mutable_data_ptr<double>();
+  a.invstd = invstd.mutable_data_ptr<double>();
+  a.count = count.mutable_data_ptr<int64_t>();
   check_launch(kernels::launch_normalize(prepared.call, a));
-  store_counter(args.num_batches_tracked, call.counter);
-  return call.results;
-}
-
-at::Tensor inference_by_kernels(const InferenceArguments& args, const InferenceCall& call) {
-  kernels::NormalizeArguments a{};
-  a.x = call.x.const_data_ptr();
-  a.z = pointer(call.z);
-  a.y = call.output.mutable_data_ptr();
-  a.weight = channel_param(args.weight);
-  a.bias = channel_param(args.bias);
-  a.relu = args.fuse_relu;
-  a.eps = args.eps;
-  a.running_mean = channel_param(args.running_mean);
-  a.running_var = channel_param(args.running_var);
-  const bool aligned = is_aligned({a.x, a.z, a.y});
-  check_launch(kernels::launch_normalize(prepare(call.x, call.sizes, aligned, false).call, a));
-  return call.output;
-}
-
-BackwardResult backward_by_kernels(const BackwardArguments& args, const BackwardCall& call) {
-  const int64_t channels = call.sizes.planes.channels;
-  kernels::GradientArguments a{};
-  a.dy = call.dy.const_data_ptr();
-  a.x = call.x.const_data_ptr();
-  a.y = pointer(call.y);
-  a.dx = call.dx.numel() > 0 ? call.dx.mutable_data_ptr() : nullptr;
-  a.dz = call.dz.numel() > 0 ? call.dz.mutable_data_ptr() : nullptr;
-  a.mask = call.mask;
-  a.weight = channel_param(args.weight);
-  a.bias = channel_param(args.bias);
-  a.statistics = channel_statistics(args.mean, args.invstd_or_var, !call.training, args.eps);
-  a.count = call.training ? args.count->const_data_ptr<int64_t>() : nullptr;
-  a.dweight = call.weight;
-  a.dbias = call.bias;
-  const Prepared prepared =
-      prepare(call.x, call.sizes, is_aligned({a.dy, a.x, a.y, a.dx, a.dz}), call.reduces);
-  at::Tensor sums = at::empty({2 * channels}, args.mean.options().dtype(at::kDouble));
-  a.sums = sums.mutable_data_ptr<double>();
-  if (call.reduces) {
-    check_launch(kernels::launch_reduce(prepared.call, a));
+  if (counter.defined() && !counter.is_same(*counted)) {
+    counted->copy_(counter.view(counted->sizes()), /*non_blocking=*/true);
   }
-  if (call.peers) {
-    all_reduce(call.peers, sums, Direction::kBackward, channels);
-  }
-  if (a.dx != nullptr || a.dz != nullptr) {
-    check_launch(kernels::launch_gradient(prepared.call, a));
-  }
-  return call.results;
-}
-
-const Implementation& implementation(const at::Tensor& x) {
-  static const Implementation by_kernels{&forward_by_kernels, &inference_by_kernels,
-                                         &backward_by_kernels};
-  return choose(by_kernels, x, is_capturing());
-}
-
-ForwardResult forward_cuda(const ForwardArguments& args) {
-  const ForwardCall call(args);
-  const c10::cuda::CUDAGuard guard(args.input.device());
-  if (call.sizes.planes.channels == 0) {
-    call.count.zero_();
-    return call.results;
-  }
-  return implementation(call.x).forward(args, call);
-}
-
-at::Tensor inference_cuda(const InferenceArguments& args) {
-  const InferenceCall call(args);
-  const c10::cuda::CUDAGuard guard(args.input.device());
-  return call.output.numel() == 0 ? call.output : implementation(call.x).inference(args, call);
+  return {y, mean, invstd, count};
 }
 
 BackwardResult backward_cuda(const BackwardArguments& args) {
-  const BackwardCall call(args);
+  const Peers peers = checked_peers(args);
   const c10::cuda::CUDAGuard guard(args.input.device());
-  return call.sizes.planes.channels == 0 ? call.results
-                                         : implementation(call.x).backward(args, call);
+  const at::Tensor x = in_layout(args.input);
+  const at::Tensor dy = in_layout_of(x, args.grad_output.to(x.scalar_type()));
+  const Sizes sizes(x);
+  const int64_t channels = sizes.planes.channels;
+  const at::Tensor mean = args.mean.to(at::kDouble).contiguous(),
+                   invstd = args.invstd.to(at::kDouble).contiguous();
+  const at::Tensor dx = args.needs[0] ? at::empty_like(x) : at::empty({0}, x.options());
+  const auto parameter = [&](bool needed) {
+    return at::empty({needed ? channels : 0}, parameter_options(args));
+  };
+  const BackwardResult results{dx, parameter(args.needs[1]), parameter(args.needs[2])};
+  if (channels == 0) return results;
+  at::Tensor sums = at::empty({2 * channels}, mean.options());
+  kernels::GradientArguments a{};
+  a.dy = dy.const_data_ptr();
+  a.x = x.const_data_ptr();
+  a.dx = dx.mutable_data_ptr();
+  a.weight = channel_param(args.weight);
+  a.mean = mean.const_data_ptr<double>();
+  a.invstd = invstd.const_data_ptr<double>();
+  a.count = args.count.const_data_ptr<int64_t>();
+  a.sums = sums.mutable_data_ptr<double>();
+  a.dweight = channel_param(std::get<1>(results));
+  a.dbias = channel_param(std::get<2>(results));
+  const Prepared prepared = prepare(x, sizes, is_aligned({a.dy, a.x, a.dx}));
+  check_launch(kernels::launch_reduce(prepared.call, a));
+  if (!args.needs[0]) return results;
+  if (peers) all_reduce(peers, sums, Direction::kBackward, channels);
+  check_launch(kernels::launch_gradient(prepared.call, a));
+  return results;
 }
 
 }  // namespace
@@ -249,5 +227,4 @@ TORCH_LIBRARY_IMPL(apex, CUDA, m) {
   using namespace apex::parallel::detail;
   m.impl("sync_batch_norm", &forward_kernel<&forward_cuda>);
   m.impl("sync_batch_norm_backward", &backward_kernel<&backward_cuda>);
-  m.impl("batch_norm_inference", &inference_kernel<&inference_cuda>);
 }

@@ -17,25 +17,16 @@ namespace {
 // Returns the output and the values that its backward needs: mean and 1 / sqrt(var + eps) in
 // float64, and the number of values per channel over all ranks as int64[1].
 constexpr const char* kForward =
-    "sync_batch_norm(Tensor input, Tensor? z, Tensor? weight, Tensor? bias, "
-    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-    "float? momentum, float eps, bool channel_last, bool fuse_relu, str group_name, "
-    "str layer='') -> (Tensor, Tensor, Tensor, Tensor)";
+    "sync_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+    "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+    "str group_name, str layer='') -> (Tensor, Tensor, Tensor, Tensor)";
 
-// Returns the gradients of input, z, weight and bias. A gradient that `needs` does not request is
-// empty. Without a fused ReLU the gradient of z is also empty, because it equals grad_output.
-// Without `count` the statistics are constants: running mean and running variance of any floating
-// type. `output` is needed if z was added before the fused ReLU.
+// Returns the gradients of input, weight and bias, the last two in the dtype of the weight. A
+// gradient that `needs` does not request is empty.
 constexpr const char* kBackward =
-    "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? output, Tensor? weight, "
-    "Tensor? bias, Tensor mean, Tensor invstd_or_var, Tensor? count, float eps, bool channel_last, "
-    "bool fuse_relu, bool[4] needs, str group_name, str layer='') "
-    "-> (Tensor, Tensor, Tensor, Tensor)";
-
-constexpr const char* kInference =
-    "batch_norm_inference(Tensor input, Tensor? z, Tensor? weight, Tensor? bias, "
-    "Tensor running_mean, Tensor running_var, float eps, bool channel_last, bool fuse_relu) "
-    "-> Tensor";
+    "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+    "Tensor invstd, Tensor count, bool[3] needs, str group_name, str layer='') "
+    "-> (Tensor, Tensor, Tensor)";
 
 constexpr const char* kAllReduceSum =
     "all_reduce_sum(Tensor tensor, str group_name, str layer='') -> Tensor";
@@ -47,17 +38,20 @@ auto find_operator(const char* name) {
 
 ForwardResult forward_fake(const ForwardArguments& a) {
   check(a);
-  return new_results(a, layout_of(a.input, a.channel_last));
-}
-
-at::Tensor inference_fake(const InferenceArguments& a) {
-  check(a);
-  return empty_in_layout(a.input, layout_of(a.input, a.channel_last));
+  const auto float64 = a.input.options().dtype(at::kDouble);
+  const c10::SymInt channels = a.input.sym_size(1);
+  return {at::empty_like(in_layout(a.input)), at::empty_symint({channels}, float64),
+          at::empty_symint({channels}, float64),
+          at::empty({1}, a.input.options().dtype(at::kLong))};
 }
 
 BackwardResult backward_fake(const BackwardArguments& a) {
   check(a);
-  return new_results(a, layout_of(a.input, a.channel_last));
+  const auto parameter = [&](bool needed) {
+    return at::empty_symint({needed ? a.input.sym_size(1) : c10::SymInt(0)}, parameter_options(a));
+  };
+  return {a.needs[0] ? at::empty_like(in_layout(a.input)) : at::empty({0}, a.input.options()),
+          parameter(a.needs[1]), parameter(a.needs[2])};
 }
 
 at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view, c10::string_view) {
@@ -69,23 +63,15 @@ at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view, c10::
 ForwardResult call(const ForwardArguments& a) {
   static const auto op =
       find_operator<decltype(forward_kernel<&forward_fake>)>("apex::sync_batch_norm");
-  return op.call(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var,
-                 a.num_batches_tracked, a.momentum, a.eps, a.channel_last, a.fuse_relu,
-                 a.group_name, a.layer);
-}
-
-at::Tensor call(const InferenceArguments& a) {
-  static const auto op =
-      find_operator<decltype(inference_kernel<&inference_fake>)>("apex::batch_norm_inference");
-  return op.call(a.input, a.z, a.weight, a.bias, a.running_mean, a.running_var, a.eps,
-                 a.channel_last, a.fuse_relu);
+  return op.call(a.input, a.weight, a.bias, a.running_mean, a.running_var, a.num_batches_tracked,
+                 a.momentum, a.eps, a.group_name, a.layer);
 }
 
 BackwardResult call(const BackwardArguments& a) {
   static const auto op =
       find_operator<decltype(backward_kernel<&backward_fake>)>("apex::sync_batch_norm_backward");
-  return op.call(a.grad_output, a.input, a.output, a.weight, a.bias, a.mean, a.invstd_or_var,
-                 a.count, a.eps, a.channel_last, a.fuse_relu, a.needs, a.group_name, a.layer);
+  return op.call(a.grad_output, a.input, a.weight, a.mean, a.invstd, a.count, a.needs, a.group_name,
+                 a.layer);
 }
 
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
@@ -101,7 +87,6 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(kForward, tags);
   m.def(kBackward, tags);
-  m.def(kInference, tags);
   m.def(kAllReduceSum, tags);
   // Converts a process group of Python to the name that the operators take.
   m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str",
@@ -112,12 +97,14 @@ TORCH_LIBRARY_IMPL(apex, Meta, m) {
   using namespace apex::parallel::detail;
   m.impl("sync_batch_norm", &forward_kernel<&forward_fake>);
   m.impl("sync_batch_norm_backward", &backward_kernel<&backward_fake>);
-  m.impl("batch_norm_inference", &inference_kernel<&inference_fake>);
   m.impl("all_reduce_sum", &all_reduce_sum_fake);
 }
 
 TORCH_LIBRARY_IMPL(apex, CPU, m) {
-  m.impl("all_reduce_sum", &apex::parallel::detail::all_reduce_sum);
+  using namespace apex::parallel::detail;
+  m.impl("sync_batch_norm", &forward_kernel<&forward_composed>);
+  m.impl("sync_batch_norm_backward", &backward_kernel<&backward_composed>);
+  m.impl("all_reduce_sum", &all_reduce_sum);
 }
 
 TORCH_LIBRARY_IMPL(apex, CUDA, m) {

@@ -1,37 +1,122 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "batch_norm/sync_batch_norm_common.h"
+/// The batch-norm operators: arguments, checks, and calls through the dispatcher, so that autograd,
+/// fake tensors and tracing see them. Their schemas are in sync_batch_norm_ops.cpp. They implement
+/// training; evaluation is at::batch_norm.
 
-/// C++ calls of the operators through the dispatcher, so that autograd, fake tensors and tracing
-/// see them. Their schemas are in sync_batch_norm_ops.cpp.
+#include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "batch_norm/exchange.h"
+#include "kernels/batch_norm_index.h"
 
 namespace apex::parallel::detail {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool present(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+/// The arguments of the operators, in the order of their schemas. The members refer to objects of
+/// the caller. Inputs are [N, C, *].
+struct ForwardArguments {
+  const at::Tensor& input;
+  const OptionalTensor& weight;
+  const OptionalTensor& bias;
+  const OptionalTensor& running_mean;
+  const OptionalTensor& running_var;
+  const OptionalTensor& num_batches_tracked;
+  std::optional<double> momentum;
+  double eps;
+  c10::string_view group_name;
+  c10::string_view layer = {};
+};
+
+/// Which gradients the caller wants: input, weight, bias.
+using OutputMask = std::array<bool, 3>;
+
+struct BackwardArguments {
+  const at::Tensor& grad_output;
+  const at::Tensor& input;
+  const OptionalTensor& weight;
+  const at::Tensor& mean;
+  const at::Tensor& invstd;
+  const at::Tensor& count;
+  OutputMask needs;
+  c10::string_view group_name;
+  c10::string_view layer = {};
+};
+
+using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+/// Kernels with the signatures of the schemas, for the dispatcher.
+template <ForwardResult (*kRun)(const ForwardArguments&)>
+ForwardResult forward_kernel(const at::Tensor& input, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const OptionalTensor& running_mean,
+                             const OptionalTensor& running_var,
+                             const OptionalTensor& num_batches_tracked,
+                             std::optional<double> momentum, double eps,
+                             c10::string_view group_name, c10::string_view layer) {
+  return kRun({input, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
+               group_name, layer});
+}
+
+template <BackwardResult (*kRun)(const BackwardArguments&)>
+BackwardResult backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
+                               const OptionalTensor& weight, const at::Tensor& mean,
+                               const at::Tensor& invstd, const at::Tensor& count, OutputMask needs,
+                               c10::string_view group_name, c10::string_view layer) {
+  return kRun({grad_output, input, weight, mean, invstd, count, needs, group_name, layer});
+}
+
+/// Call the operators through the dispatcher.
 ForwardResult call(const ForwardArguments& a);
-at::Tensor call(const InferenceArguments& a);
 BackwardResult call(const BackwardArguments& a);
 at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
                                c10::string_view layer);
 
-/// Batch norm with torch's own operators, for transforms of torch.func and forward-mode
-/// derivatives. Throws a NotImplementedError in training with several ranks.
-ForwardResult forward_transformed(const ForwardArguments& a);
-at::Tensor inference_transformed(const InferenceArguments& a);
+/// The operators from ATen's batch norm, for any device.
+ForwardResult forward_composed(const ForwardArguments& a);
+BackwardResult backward_composed(const BackwardArguments& a);
 
-struct DoubleBackwardResult {
-  at::Tensor grad_output;
-  at::Tensor input;
-  at::Tensor weight;  // undefined without a weight
+/// Throws a ValueError or a TypeError for arguments that the operators do not support. The kernels
+/// rely on these checks. Also works on fake tensors.
+void check(const ForwardArguments& a);
+void check(const BackwardArguments& a);
+
+/// The options of the gradients of weight and bias: the weight's, or the computing type.
+inline at::TensorOptions parameter_options(const BackwardArguments& a) {
+  return present(a.weight) ? a.weight->options()
+                           : a.input.options().dtype(
+                                 a.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+/// Checks the arguments and returns the ranks to synchronize with. If a check of a forward fails,
+/// the other ranks are notified.
+Peers checked_peers(const ForwardArguments& a);
+Peers checked_peers(const BackwardArguments& a);
+
+/// Throws torch's own error for a training batch that has one value per channel.
+void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks);
+
+/// `input`, or a copy, in one of the two orders in memory that the implementations take: planes
+/// ([N, C, *] contiguous) or rows ([N, *, C] contiguous, as in torch.channels_last).
+at::Tensor in_layout(const at::Tensor& input);
+/// `tensor`, or a copy, in the order of `x`, a result of in_layout() with the same sizes.
+at::Tensor in_layout_of(const at::Tensor& x, const at::Tensor& tensor);
+
+/// The sizes of a result of in_layout() as the kernels take them.
+struct Sizes {
+  explicit Sizes(const at::Tensor& x);
+  kernels::Planes planes;
+  bool rows;  ///< batch * plane rows of `channels` values
 };
-
-/// The backward of the backward operator. Takes the gradients of a loss by the results of that
-/// operator (any may be undefined). Returns the gradients by its arguments. Reads only the first
-/// element of `a.needs`: whether the backward computed dx, or the input requires a gradient. Uses
-/// differentiable operators, so that the result can be differentiated again if grad mode is on. In
-/// training it runs one collective over all ranks, and two more if grad mode is on.
-DoubleBackwardResult double_backward(const BackwardArguments& a, const at::Tensor& gg_input,
-                                     const at::Tensor& gg_z, const at::Tensor& gg_weight,
-                                     const at::Tensor& gg_bias);
 
 }  // namespace apex::parallel::detail

@@ -22,7 +22,7 @@
 #include "comm/slices.h"
 #include "distributed/backends.h"
 #include "interruption.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
 #include "watch/neighbours.h"
@@ -74,11 +74,6 @@ bool host_does_not_wait(const c10d::ProcessGroup& group) {
          detail::is_nccl(mutable_group.getBackend(at::kCUDA)->getBackendName());
 }
 
-/// The communication hook of another rank has failed; `text` is the complete message.
-struct HookFailed {
-  std::string text;
-};
-
 /// An exception of the interruption check, which the handlers of other errors let pass.
 struct Passing {
   std::exception_ptr error;
@@ -102,8 +97,6 @@ void throw_if_bad(const Verdict& verdict) {
   switch (verdict.kind) {
     case Verdict::kOk:
       return;
-    case Verdict::kHook:
-      throw HookFailed{verdict.text};
     case Verdict::kApart:
       throw Error("the ranks are in different collectives: " + verdict.text);
     case Verdict::kFailed:
@@ -116,9 +109,9 @@ void throw_if_bad(const Verdict& verdict) {
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
 void wait_with_reports(const c10d::ProcessGroup& group,
                        const std::function<bool(std::chrono::milliseconds)>& ended_within,
-                       const std::function<void()>& meanwhile = {}, bool in_hook = false) {
+                       const std::function<void()>& meanwhile = {}) {
   if (ended_within(others_wait(group) ? timing::kLook : timing::kUsual)) return;
-  Wait wait(group, in_hook ? Wait::kInHook : Wait::kInCall);
+  Wait wait(group);
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
     throw_if_bad(wait.poll());
@@ -151,10 +144,6 @@ bool all_on_this_host(const c10d::ProcessGroup& group) {
     throw;
   } catch (const Passing& passing) {
     std::rethrow_exception(passing.error);
-  } catch (const HookFailed& failed) {
-    // A hook may have failed because a rank is lost, so look for one.
-    throw_communication_error(what, group, std::make_exception_ptr(Error(failed.text)),
-                              kHooksApart);
   } catch (...) {
     throw_communication_error(what, group, std::current_exception());
   }
@@ -241,10 +230,6 @@ bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
 
 std::chrono::nanoseconds time_waited() noexcept { return std::chrono::nanoseconds(waited_ns); }
 
-bool receives_reports(const c10d::ProcessGroup& group) {
-  return can_stop_waiting(group) && watched(group) != nullptr;
-}
-
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause, const char* advice) {
   const std::string stall = stall_verdict(group);
@@ -252,7 +237,9 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
   const std::string failed = "rank " + std::to_string(group.getRank()) + " of " +
                              std::to_string(group.getSize()) + ": " + what + " failed: " + why;
   if (is_broken_connection(why) && !all_on_this_host(group)) report_at_once(failed);
-  std::string found = report_failure(group, what);
+  // The other ranks' errors contain the cause of a failed hook.
+  std::string found =
+      report_failure(group, advice == kFixHook ? what + ": " + shortened(why) : what);
   // With proof, other explanations would mislead.
   if (advice == kLookAtOthers && (why + found).find(" has ended (") != std::string::npos)
     advice = "see its output, then restart with a new process group";
@@ -472,13 +459,10 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
         shared->done = true;
         shared->ended.notify_all();
       });
-      wait_with_reports(
-          group,
-          [&](std::chrono::milliseconds slice) {
-            std::unique_lock<std::mutex> lock(shared->mutex);
-            return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
-          },
-          {}, /*in_hook=*/true);
+      wait_with_reports(group, [&](std::chrono::milliseconds slice) {
+        std::unique_lock<std::mutex> lock(shared->mutex);
+        return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
+      });
     }
     future.wait();
   } catch (...) {

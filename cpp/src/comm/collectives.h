@@ -33,13 +33,9 @@ inline constexpr const char* kLookAtOthers =
                                                      const std::exception_ptr& cause,
                                                      const char* advice = kLookAtOthers);
 
-/// The advice when a reducer stops because its hook has failed on some ranks only.
-inline constexpr const char* kHooksApart =
-    "not on every rank, so the ranks' messages no longer match; fix the hook, then restart with a "
-    "new process group and a new wrapper";
-
-/// Whether a rank that waits in `group` receives failure reports: over Gloo, with a store.
-bool receives_reports(const c10d::ProcessGroup& group);
+/// The advice when a communication hook has failed.
+inline constexpr const char* kFixHook =
+    "fix the hook, then restart with a new process group and a new wrapper";
 
 /// After a failure on this rank, other ranks may still wait in the collective that failed. They
 /// would take a later one for it.

@@ -6,6 +6,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "plain_text.h"
+
 namespace apex::parallel {
 
 /// The message of an exception, without torch's backtrace.
@@ -19,6 +21,15 @@ inline std::string message_of(const std::exception_ptr& cause) {
   } catch (...) {
     return "unknown error";
   }
+}
+
+/// Shortened, because every rank reads it. A traceback has the message at its end, other texts at
+/// their beginning.
+inline std::string shortened(const std::string& text) {
+  constexpr size_t kBegin = 150, kEnd = 450;
+  if (text.size() <= kBegin + kEnd) return text;
+  return text.substr(0, character_before(text, kBegin)) + " ... " +
+         text.substr(character_before(text, text.size() - kEnd));
 }
 
 inline std::string first_line_of(const std::exception_ptr& cause) {

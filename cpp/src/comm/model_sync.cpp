@@ -21,7 +21,7 @@
 #include "comm/received_values.h"
 #include "fingerprint.h"
 #include "plain_text.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -50,20 +50,6 @@ std::string join(const Range& range) {
   return out.str();
 }
 
-/// Describes the inner tensors of a tensor without its own storage.
-std::string describe_parts(const at::Tensor& tensor) {
-  PlainText out;
-  try {
-    for (const at::Tensor& part : parts_of(tensor)) {
-      if (part.is_same(tensor)) return " without memory";
-      out << " of " << part.scalar_type() << ' ' << join(part.sizes());
-    }
-  } catch (const std::exception&) {  // why_not_sendable() reports it
-    out << " of unknown parts";
-  }
-  return out.str();
-}
-
 /// One line per tensor. Two ranks agree exactly when their descriptions are equal, and the first
 /// line that differs is the message.
 std::string describe(const NamedTensor& entry) {
@@ -78,7 +64,7 @@ std::string describe(const NamedTensor& entry) {
   if (tensor.is_meta()) {
     out << " on meta";
   } else if (tensor.layout() == at::kStrided && tensor.numel() > 0 && !has_memory(tensor)) {
-    out << describe_parts(tensor);
+    out << " without memory";
   }
   out << (tensor.requires_grad() ? ", trainable" : ", frozen");
   return out.str();
@@ -243,17 +229,14 @@ std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors, const c
   std::vector<at::Tensor> result;
   std::unordered_set<const void*> seen;
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined() || tensor.is_meta()) continue;
-    for (const at::Tensor& part : parts_of(tensor)) {
-      if (part.numel() == 0) continue;
-      if (part.layout() != at::kStrided) {
-        PlainText out;
-        out << what << " takes strided tensors, got one of layout " << part.layout()
-            << " and shape " << join(part.sizes());
-        throw InvalidArgument(out.str());
-      }
-      if (seen.insert(part.unsafeGetTensorImpl()).second) result.push_back(part.detach());
+    if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) continue;
+    if (tensor.layout() != at::kStrided) {
+      PlainText out;
+      out << what << " takes strided tensors, got one of layout " << tensor.layout()
+          << " and shape " << join(tensor.sizes());
+      throw InvalidArgument(out.str());
     }
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) result.push_back(tensor.detach());
   }
   return result;
 }
@@ -268,20 +251,18 @@ Batch& batch_for(std::vector<Batch>& batches, at::Device device, at::ScalarType 
 
 /// The elements of a tensor as a flat byte tensor, in logical order.
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  return in_memory(tensor).resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
+  return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte);
 }
 
 /// Copies `values` into `target`, of the same shape. Also works for an expanded `target`, whose
 /// elements share memory, where copy_() would refuse.
 void overwrite(at::Tensor target, at::Tensor values) {
-  if (has_memory(target)) {
-    for (int64_t dim = 0; dim < target.dim(); ++dim) {
-      if (target.stride(dim) != 0 || target.size(dim) <= 1) continue;
-      target = target.narrow(dim, 0, 1);
-      values = values.narrow(dim, 0, 1);
-    }
+  for (int64_t dim = 0; dim < target.dim(); ++dim) {
+    if (target.stride(dim) != 0 || target.size(dim) <= 1) continue;
+    target = target.narrow(dim, 0, 1);
+    values = values.narrow(dim, 0, 1);
   }
-  by_operators([&] { return target.copy_(values); });
+  target.copy_(values);
 }
 
 void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
@@ -295,7 +276,7 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
     const at::Tensor& target = chunk[i];
     std::optional<c10::InferenceMode> inference;  // to write tensors created in it
     if (target.is_inference()) inference.emplace();
-    if (has_memory(target) && parts[i].is_alias_of(target)) {
+    if (parts[i].is_alias_of(target)) {
       target.unsafeGetTensorImpl()->bump_version();  // written without autograd's knowledge
     } else {
       overwrite(target, parts[i].view(target.scalar_type()).view(target.sizes()));
@@ -315,6 +296,7 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr&
   at::NoGradGuard no_grad;
   std::vector<Batch> batches;
   for (const at::Tensor& tensor : distinct(tensors, "broadcast_coalesced")) {
+    if (!has_memory(tensor)) continue;  // see Note [Tensors without memory]
     batch_for(batches, tensor.device(), at::kByte).tensors.push_back(tensor);
   }
   if (group->getSize() == 1) return;
@@ -342,6 +324,11 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
   at::NoGradGuard no_grad;
   std::vector<Batch> batches;
   for (const at::Tensor& tensor : distinct(tensors, "all_reduce_coalesced")) {
+    if (!has_memory(tensor)) {
+      throw InvalidArgument(
+          "all_reduce_coalesced needs tensors with memory, got a tensor subclass without: pass its "
+          "inner tensors");
+    }
     const at::ScalarType dtype = tensor.scalar_type();
     if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) {
       PlainText out;
@@ -353,7 +340,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
   for (const Batch& batch : batches) {
     const c10::OptionalDeviceGuard guard(batch.device);
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& tensor : batch.tensors) pieces.push_back(in_memory(tensor).reshape(-1));
+    for (const at::Tensor& tensor : batch.tensors) pieces.push_back(tensor.reshape(-1));
     at::Tensor flat = at::cat(pieces);
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
@@ -366,7 +353,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     for (const at::Tensor& tensor : batch.tensors) {
       const at::Tensor result = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       offset += tensor.numel();
-      if (tensor.is_conj() || tensor.is_neg() || !has_memory(tensor) ||
+      if (tensor.is_conj() || tensor.is_neg() ||
           at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
         overwrite(tensor, result);  // multi-tensor functions do not support these
       } else {

@@ -51,18 +51,6 @@ int visit_vector(const CudaCall& call, F&& f) {
   });
 }
 
-template <typename F>
-int visit_mask(ReluMask mask, F&& f) {
-  switch (mask) {
-    case ReluMask::kNone:
-      return f(std::integral_constant<ReluMask, ReluMask::kNone>{});
-    case ReluMask::kRecompute:
-      return f(std::integral_constant<ReluMask, ReluMask::kRecompute>{});
-    default:
-      return f(std::integral_constant<ReluMask, ReluMask::kOutput>{});
-  }
-}
-
 /// The limits of one kernel, given its registers and shared memory. Queried once per device and
 /// kernel.
 template <typename Kernel>
@@ -151,39 +139,28 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    const auto with = [&](auto add) {
-      if (call.rows) {
-        return launch_rows(call, false, rows_normalize_kernel<T, width, add>, arguments);
-      }
-      return launch_planes(call, planes_normalize_kernel<T, width, add>, arguments);
-    };
-    return arguments.z != nullptr ? with(std::true_type{}) : with(std::false_type{});
+    return call.rows ? launch_rows(call, false, rows_normalize_kernel<T, width>, arguments)
+                     : launch_planes(call, planes_normalize_kernel<T, width>, arguments);
   });
 }
 
 int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
-    return visit_mask(arguments.mask, [&](auto mask) {
-      using T = decltype(tag);
-      if (call.rows) {
-        return launch_rows(call, true, rows_reduce_kernel<T, width, mask>, arguments, call.partial,
-                           call.counters);
-      }
-      return launch_planes(call, planes_reduce_kernel<T, width, mask>, arguments, call.partial,
-                           call.counters);
-    });
+    using T = decltype(tag);
+    if (call.rows) {
+      return launch_rows(call, true, rows_reduce_kernel<T, width>, arguments, call.partial,
+                         call.counters);
+    }
+    return launch_planes(call, planes_reduce_kernel<T, width>, arguments, call.partial,
+                         call.counters);
   });
 }
 
 int launch_gradient(const CudaCall& call, const GradientArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
-    return visit_mask(arguments.mask, [&](auto mask) {
-      using T = decltype(tag);
-      if (call.rows) {
-        return launch_rows(call, false, rows_gradient_kernel<T, width, mask>, arguments);
-      }
-      return launch_planes(call, planes_gradient_kernel<T, width, mask>, arguments);
-    });
+    using T = decltype(tag);
+    return call.rows ? launch_rows(call, false, rows_gradient_kernel<T, width>, arguments)
+                     : launch_planes(call, planes_gradient_kernel<T, width>, arguments);
   });
 }
 

@@ -41,28 +41,20 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 
 struct NormalizeArguments {
   const void* x;
-  const void* z;  // may be null
   void* y;
   ChannelParam weight;
   ChannelParam bias;
-  bool relu;
   double eps;
-  // The records of all ranks in training, which writes the members below from running_mean on. Null
-  // in evaluation, which normalizes with the running statistics.
-  const double* records;
+  const double* records;  // of all ranks
   int64_t ranks;
   double momentum;             // kNoMomentum: cumulative average by num_batches
   const int64_t* num_batches;  // after this batch; may be null
+  // Written:
   ChannelParam running_mean;
   ChannelParam running_var;
   double* mean;
   double* invstd;
   int64_t* count;
-
-  /// The statistics that evaluation normalizes with.
-  APEX_HOST_DEVICE ChannelStatistics constants() const {
-    return {running_mean, running_var, true, eps};
-  }
 };
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);
@@ -70,14 +62,11 @@ int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);
 struct GradientArguments {
   const void* dy;
   const void* x;
-  const void* y;  // for ReluMask::kOutput
-  void* dx;       // may be null
-  void* dz;       // may be null
-  ReluMask mask;
+  void* dx;
   ChannelParam weight;
-  ChannelParam bias;
-  ChannelStatistics statistics;
-  const int64_t* count;  // of values over all ranks; null if the statistics are constants
+  const double* mean;
+  const double* invstd;
+  const int64_t* count;  // of values over all ranks
   double* sums;          // sum_dy[C], sum_dy_xmu[C]: written by reduce, read by gradient
   ChannelParam dweight;  // written by reduce
   ChannelParam dbias;

@@ -25,15 +25,14 @@ __device__ __forceinline__ void store(T* p, const Packed<T, kVector>& packed) {
   *reinterpret_cast<Packed<T, kVector>*>(p) = packed;
 }
 
-/// Loads from an array that only some variants of a kernel read. Returns `otherwise` in the others.
-template <bool kReads, typename T, int kVector>
-__device__ __forceinline__ Packed<T, kVector> load_if(const T* p,
-                                                      const Packed<T, kVector>& otherwise) {
-  if constexpr (kReads) {
-    return load<T, kVector>(p);
-  }
-  return otherwise;
-}
+template <typename T>
+struct ElementwiseType {
+  using type = float;
+};
+template <>
+struct ElementwiseType<double> {
+  using type = double;
+};
 
 template <typename T>
 using Acc = typename ElementwiseType<T>::type;
@@ -206,13 +205,6 @@ __device__ __forceinline__ Merged merge_records(const double* records, int64_t r
   return all;
 }
 
-/// 1 / sqrt(variance + eps), from the forward pass or from running statistics.
-__device__ __forceinline__ double load_invstd(const ChannelStatistics& statistics,
-                                              int64_t channel) {
-  const double value = statistics.invstd_or_var.load(channel, 1);
-  return statistics.constant ? fast_rsqrt(value + statistics.eps) : value;
-}
-
 /// The work per channel in the normalizing launch: writes the statistics for backward, and updates
 /// the running statistics.
 __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int64_t channel,
@@ -231,11 +223,11 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
 /// The work per channel in the reducing launch. `all` is relative to `high`.
 __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int64_t channel,
                                                  int64_t channels, const Sums& all, double high) {
-  const double sum_dy_xmu = all.second - (a.statistics.load_mean(channel) - high) * all.first;
+  const double sum_dy_xmu = all.second - (a.mean[channel] - high) * all.first;
   a.sums[channel] = all.first;
   a.sums[channels + channel] = sum_dy_xmu;
   a.dbias.store(channel, all.first);
-  a.dweight.store(channel, sum_dy_xmu * load_invstd(a.statistics, channel));
+  a.dweight.store(channel, sum_dy_xmu * a.invstd[channel]);
 }
 
 /// The coefficients with which a block normalizes a channel. All lanes that share the channel must
@@ -246,60 +238,26 @@ __device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const Norm
                                                                       int64_t channels,
                                                                       int64_t channel, int lanes,
                                                                       bool writes) {
-  double mean = 0, invstd = 0;
-  if (a.records != nullptr) {
-    const Merged all = merge_records(a.records, a.ranks, channels, channel, lanes);
-    mean = all.mean;
-    invstd = fast_rsqrt(fma(all.m2, all.inverse_count, a.eps));
-    if (writes && channel >= 0) {
-      finish_channel(a, channel, all, invstd);
-    }
-  } else if (channel >= 0) {
-    mean = a.constants().load_mean(channel);
-    invstd = load_invstd(a.constants(), channel);
+  const Merged all = merge_records(a.records, a.ranks, channels, channel, lanes);
+  if (channel < 0) {
+    return {};
   }
-  return channel < 0 ? NormalizeCoefficients<A>{}
-                     : normalize_coefficients<A>(mean, invstd, a.weight.load(channel, 1),
-                                                 a.bias.load(channel, 0));
-}
-
-/// The coefficients of the forward pass. Only `high` is set if the ReLU's mask needs no more.
-template <typename A, ReluMask kMask>
-__device__ __forceinline__ NormalizeCoefficients<A> forward_coefficients(const GradientArguments& a,
-                                                                         int64_t channel) {
-  if constexpr (kMask != ReluMask::kRecompute) {
-    return {static_cast<A>(a.statistics.load_mean(channel)), 0, 0};
+  const double invstd = fast_rsqrt(fma(all.m2, all.inverse_count, a.eps));
+  if (writes) {
+    finish_channel(a, channel, all, invstd);
   }
-  return normalize_coefficients<A>(a.statistics.load_mean(channel),
-                                   load_invstd(a.statistics, channel), a.weight.load(channel, 1),
+  return normalize_coefficients<A>(all.mean, invstd, a.weight.load(channel, 1),
                                    a.bias.load(channel, 0));
 }
 
 template <typename A>
-__device__ __forceinline__ GradientCoefficients<A> backward_coefficients(const GradientArguments& a,
-                                                                         int64_t channel,
-                                                                         int64_t channels) {
-  const bool training = a.count != nullptr && *a.count > 0;
-  return gradient_coefficients<A>(a.statistics.load_mean(channel),
-                                  load_invstd(a.statistics, channel), a.weight.load(channel, 1),
-                                  training ? a.sums[channel] : 0.0,
-                                  training ? a.sums[channels + channel] : 0.0,
-                                  training ? fast_reciprocal(static_cast<double>(*a.count)) : 0.0);
-}
-
-template <typename A>
-__device__ __forceinline__ A relu(A value) {
-  return value > A(0) || value != value ? value : A(0);
-}
-
-/// dy after the mask of the ReLU.
-template <ReluMask kMask, typename A>
-__device__ __forceinline__ A masked(A dy, A centered, A output, const NormalizeCoefficients<A>& k) {
-  if constexpr (kMask == ReluMask::kNone) {
-    return dy;
-  }
-  const A value = kMask == ReluMask::kOutput ? output : fma(centered, k.scale, k.shift);
-  return value <= A(0) ? A(0) : dy;
+__device__ __forceinline__ GradientCoefficients<A> gradient_channel(const GradientArguments& a,
+                                                                    int64_t channel,
+                                                                    int64_t channels) {
+  const auto count = static_cast<double>(*a.count);
+  return gradient_coefficients<A>(a.mean[channel], a.invstd[channel], a.weight.load(channel, 1),
+                                  a.sums[channel], a.sums[channels + channel],
+                                  count > 0 ? fast_reciprocal(count) : 0.0);
 }
 
 }  // namespace apex::kernels

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "batch_norm_cpu.h"
 #include "host_device.h"
 
 /// Launch geometry of the CUDA kernels: how blocks and threads divide the elements. The host code
@@ -12,6 +11,13 @@
 /// walk every block and thread. All element indices are 64-bit.
 
 namespace apex::kernels {
+
+/// Sizes of an input [N, C, S].
+struct Planes {
+  int64_t batch;
+  int64_t channels;
+  int64_t plane;
+};
 
 /// The limits that shape a launch: those of a device, or of one kernel on it.
 struct DeviceLimits {

@@ -6,12 +6,11 @@
 #include <limits>
 
 #include "host_device.h"
-#include "welford.h"
 
 /// Per-channel arithmetic of batch norm (S. Ioffe and C. Szegedy, "Batch Normalization", 2015,
-/// algorithm 1 and the gradients of section 3), shared by the CPU and the CUDA kernels. The
-/// arithmetic per channel is float64. The arithmetic per element is float32 (float64 for float64
-/// data): one subtraction and one or two fused multiply-adds.
+/// algorithm 1 and the gradients of section 3), for the CUDA kernels. The arithmetic per channel is
+/// float64. The arithmetic per element is float32 (float64 for float64 data): one subtraction and
+/// one or two fused multiply-adds.
 ///
 /// Note [The mean in two parts]
 /// If the mean were rounded to float32 before it is subtracted, data with mean 1e4 and standard
@@ -20,6 +19,30 @@
 /// and costs nothing per element.
 
 namespace apex::kernels {
+
+/// Mergeable mean and sum of squared deviations. merge() is the pairwise rule of Chan, Golub and
+/// LeVeque ("Algorithms for computing the sample variance", The American Statistician 37(3), 1983,
+/// equations 2.1). It does not form sum(x^2), so a mean that is large compared to the standard
+/// deviation costs no digits. Counts are integers in a double, exact up to 2^53.
+template <typename T>
+struct Welford {
+  T mean = T(0);
+  T m2 = T(0);  // sum of squared deviations from the mean
+  T count = T(0);
+
+  /// Merges the statistics of other values. Either side may be empty.
+  APEX_HOST_DEVICE void merge(T other_mean, T other_m2, T other_count) {
+    if (other_count == T(0)) {
+      return;
+    }
+    const T total = count + other_count;
+    const T share = other_count / total;
+    const T delta = other_mean - mean;
+    mean = count == T(0) ? other_mean : mean + delta * share;
+    m2 += other_m2 + (count == T(0) ? T(0) : delta * delta * count * share);
+    count = total;
+  }
+};
 
 /// y = (x - high) * scale + shift.
 template <typename T>
@@ -48,8 +71,7 @@ struct GradientCoefficients {
 };
 
 /// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks. `inverse_count` is 1 over
-/// the number of values. It is zero if the statistics were constants (evaluation), which removes
-/// the terms of the sums.
+/// the number of values.
 template <typename T>
 APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, double invstd,
                                                                double weight, double sum_dy,
@@ -61,10 +83,6 @@ APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, doub
   const double x_scale = -dy_scale * invstd * invstd * sum_dy_xmu * inverse_count;
   const double shift = -dy_scale * sum_dy * inverse_count - x_scale * low;
   return {high, static_cast<T>(dy_scale), static_cast<T>(x_scale), static_cast<T>(shift)};
-}
-
-APEX_HOST_DEVICE double inverse_deviation(const Welford<double>& all, double eps) {
-  return 1.0 / sqrt((all.count > 0 ? all.m2 / all.count : 0.0) + eps);
 }
 
 /// The value for momentum=None, which makes the running statistics a cumulative average. It is NaN
@@ -95,16 +113,5 @@ APEX_HOST_DEVICE double update_running_var(double running, const Welford<double>
 /// The length of the record that the ranks exchange in forward, in float64: mean[channels],
 /// m2[channels], count.
 APEX_HOST_DEVICE int64_t statistics_length(int64_t channels) { return 2 * channels + 1; }
-
-/// The statistics of one channel over all ranks. `gathered` holds the records of `ranks` ranks.
-APEX_HOST_DEVICE Welford<double> merge_ranks(const double* gathered, int64_t ranks,
-                                             int64_t channels, int64_t channel) {
-  Welford<double> all;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const double* record = gathered + rank * statistics_length(channels);
-    all.merge(record[channel], record[channels + channel], record[2 * channels]);
-  }
-  return all;
-}
 
 }  // namespace apex::kernels

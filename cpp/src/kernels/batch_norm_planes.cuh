@@ -93,7 +93,7 @@ __device__ __forceinline__ void walk(const PlanesPlan& plan, PlaneCursor& cursor
   }
 }
 
-template <typename T, int kVector, bool kAdd>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     planes_normalize_kernel(PlanesPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
@@ -113,18 +113,16 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   __syncthreads();
   const NormalizeCoefficients<A> k = shared;
   const T* x = static_cast<const T*>(a.x);
-  const T* z = static_cast<const T*>(a.z);
   T* y = static_cast<T*>(a.y);
   PlaneCursor cursor(plan, split, threadIdx.x);
   walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> in[kLoads], added[kLoads];
+    Packed<T, kVector> in[kLoads];
     int64_t at[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
       in[i] = load<T, kVector>(x + at[i]);
-      added[i] = load_if<kAdd>(z + at[i], in[i]);
       cursor.advance(plan);
     }
 #pragma unroll
@@ -132,18 +130,14 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       Packed<T, kVector> out;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        A value = fma(widen(in[i].values[j]) - k.high, k.scale, k.shift);
-        if constexpr (kAdd) {
-          value += widen(added[i].values[j]);
-        }
-        out.values[j] = static_cast<T>(a.relu ? relu(value) : value);
+        out.values[j] = static_cast<T>(fma(widen(in[i].values[j]) - k.high, k.scale, k.shift));
       }
       store<T, kVector>(y + at[i], out);
     }
   });
 }
 
-template <typename T, int kVector, ReluMask kMask>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     planes_reduce_kernel(PlanesPlan plan, GradientArguments a, double* partial,
                          unsigned* counters) {
@@ -151,26 +145,19 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   const int64_t channel = blockIdx.x / plan.splits;
   const int split = static_cast<int>(blockIdx.x % plan.splits);
   const int64_t channels = plan.sizes.channels;
-  __shared__ NormalizeCoefficients<A> shared;
-  if (threadIdx.x == 0) {
-    shared = forward_coefficients<A, kMask>(a, channel);
-  }
-  __syncthreads();
-  const NormalizeCoefficients<A> k = shared;
+  const A high = static_cast<A>(a.mean[channel]);
   const T* x = static_cast<const T*>(a.x);
   const T* dy = static_cast<const T*>(a.dy);
-  const T* y = static_cast<const T*>(a.y);
   A sum = 0, dot = 0;
   PlaneCursor cursor(plan, split, threadIdx.x);
   walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
+    Packed<T, kVector> g[kLoads], v[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int64_t at = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at);
       v[i] = load<T, kVector>(x + at);
-      out[i] = load_if < kMask == ReluMask::kOutput > (y + at, v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
@@ -178,10 +165,9 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       A part = 0, part_dot = 0;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const A centered = widen(v[i].values[j]) - k.high;
-        const A d = masked<kMask>(widen(g[i].values[j]), centered, widen(out[i].values[j]), k);
+        const A d = widen(g[i].values[j]);
         part += d;
-        part_dot = fma(d, centered, part_dot);
+        part_dot = fma(d, widen(v[i].values[j]) - high, part_dot);
       }
       sum += part;
       dot += part_dot;
@@ -192,60 +178,48 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     return;
   }
   if (threadIdx.x == 0) {
-    finish_reduction(a, channel, channels, all, static_cast<double>(k.high));
+    finish_reduction(a, channel, channels, all, static_cast<double>(high));
   }
 }
 
-template <typename T, int kVector, ReluMask kMask>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     planes_gradient_kernel(PlanesPlan plan, GradientArguments a) {
   using A = Acc<T>;
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
   const int64_t channel = block / plan.splits;
   const int split = static_cast<int>(block % plan.splits);
-  __shared__ NormalizeCoefficients<A> forward;
-  __shared__ GradientCoefficients<A> backward;
+  __shared__ GradientCoefficients<A> shared;
   if (threadIdx.x == 0) {
-    forward = forward_coefficients<A, kMask>(a, channel);
-    backward = backward_coefficients<A>(a, channel, plan.sizes.channels);
+    shared = gradient_channel<A>(a, channel, plan.sizes.channels);
   }
   __syncthreads();
-  const NormalizeCoefficients<A> k = forward;
-  const GradientCoefficients<A> b = backward;
+  const GradientCoefficients<A> b = shared;
   const T* x = static_cast<const T*>(a.x);
   const T* dy = static_cast<const T*>(a.dy);
-  const T* y = static_cast<const T*>(a.y);
   T* dx = static_cast<T*>(a.dx);
-  T* dz = static_cast<T*>(a.dz);
   PlaneCursor cursor(plan, split, threadIdx.x);
   walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
+    Packed<T, kVector> g[kLoads], v[kLoads];
     int64_t at[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
       g[i] = load<T, kVector>(dy + at[i]);
       v[i] = load<T, kVector>(x + at[i]);
-      out[i] = load_if < kMask == ReluMask::kOutput > (y + at[i], v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      Packed<T, kVector> to_x, to_z;
+      Packed<T, kVector> out;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const A centered = widen(v[i].values[j]) - b.high;
-        const A d = masked<kMask>(widen(g[i].values[j]), centered, widen(out[i].values[j]), k);
-        to_x.values[j] = static_cast<T>(fma(d, b.dy_scale, fma(centered, b.x_scale, b.shift)));
-        to_z.values[j] = static_cast<T>(d);
+        out.values[j] = static_cast<T>(
+            fma(widen(g[i].values[j]), b.dy_scale, fma(centered, b.x_scale, b.shift)));
       }
-      if (dx != nullptr) {
-        store<T, kVector>(dx + at[i], to_x);
-      }
-      if (dz != nullptr) {
-        store<T, kVector>(dz + at[i], to_z);
-      }
+      store<T, kVector>(dx + at[i], out);
     }
   });
 }

@@ -185,12 +185,7 @@ __device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& plac
   }
 }
 
-/// Loads in flight per array. A kernel with kThree reads three arrays; the coefficients of eight
-/// channels then leave no registers for four loads of each.
-template <int kVector, bool kThree>
-constexpr int kRowsLoads = kThree && kVector == 8 ? 2 : kLoadsInFlight;
-
-template <typename T, int kVector, bool kAdd>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
   using A = Acc<T>;
@@ -201,7 +196,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   // Every block runs this loop before its elements, so it must be short. With few ranks each thread
   // handles one channel, and one iteration handles the tile. Only whole warps leave the loop,
   // because the lanes of a warp exchange their sums.
-  const int lanes = a.records != nullptr ? lanes_per_channel(a.ranks) : 1;
+  const int lanes = lanes_per_channel(a.ranks);
   const int at_once = kBlockThreads / lanes;
   for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
     const int i = first + threadIdx.x % 32 / lanes;
@@ -224,76 +219,60 @@ __global__ void __launch_bounds__(kBlockThreads)
     k[i] = shared[place.x * kVector + i];
   }
   const T* x = static_cast<const T*>(a.x);
-  const T* z = static_cast<const T*>(a.z);
   T* y = static_cast<T*>(a.y);
   const int64_t step = plan.threads_y * plan.channels;
-  walk<kRowsLoads<kVector, false>>(plan, place, [&](int64_t at, auto loads) {
+  walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> in[kLoads], added[kLoads];
+    Packed<T, kVector> in[kLoads];
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
       in[r] = load<T, kVector>(x + at + r * step);
-      added[r] = load_if<kAdd>(z + at + r * step, in[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
       Packed<T, kVector> out;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        A value = fma(widen(in[r].values[i]) - k[i].high, k[i].scale, k[i].shift);
-        if constexpr (kAdd) {
-          value += widen(added[r].values[i]);
-        }
-        out.values[i] = static_cast<T>(a.relu ? relu(value) : value);
+        out.values[i] =
+            static_cast<T>(fma(widen(in[r].values[i]) - k[i].high, k[i].scale, k[i].shift));
       }
       store<T, kVector>(y + at + r * step, out);
     }
   });
 }
 
-template <typename T, int kVector, ReluMask kMask>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_reduce_kernel(RowsPlan plan, GradientArguments a, double* partial, unsigned* counters) {
   using A = Acc<T>;
   const RowsPlace place(plan, blockIdx.x);
-  __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
-  for (int i = threadIdx.x; i < plan.tile_channels(); i += kRowsThreads) {
-    const int64_t channel = place.tile * plan.tile_channels() + i;
-    if (channel < plan.channels) {
-      shared[i] = forward_coefficients<A, kMask>(a, channel);
-    }
-  }
-  __syncthreads();
   Sums mine[kVector] = {};
   if (place.inside) {
-    NormalizeCoefficients<A> k[kVector];
+    A high[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      k[i] = shared[place.x * kVector + i];
+      high[i] = static_cast<A>(a.mean[place.channel + i]);
     }
     const T* x = static_cast<const T*>(a.x);
     const T* dy = static_cast<const T*>(a.dy);
-    const T* y = static_cast<const T*>(a.y);
     A sum[kVector] = {};
     A dot[kVector] = {};
     const int64_t step = plan.threads_y * plan.channels;
-    walk<kRowsLoads<kVector, kMask == ReluMask::kOutput>>(plan, place, [&](int64_t at, auto loads) {
+    walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
       constexpr int kLoads = decltype(loads)::value;
-      Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
+      Packed<T, kVector> g[kLoads], v[kLoads];
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) {
         g[r] = load<T, kVector>(dy + at + r * step);
         v[r] = load<T, kVector>(x + at + r * step);
-        out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
       }
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          const A centered = widen(v[r].values[i]) - k[i].high;
-          const A d = masked<kMask>(widen(g[r].values[i]), centered, widen(out[r].values[i]), k[i]);
+          const A d = widen(g[r].values[i]);
           sum[i] += d;
-          dot[i] = fma(d, centered, dot[i]);
+          dot[i] = fma(d, widen(v[r].values[i]) - high[i], dot[i]);
         }
       }
     });
@@ -311,69 +290,55 @@ __global__ void __launch_bounds__(kRowsThreads)
     const int64_t channel = place.tile * width + i;
     if (channel < plan.channels) {
       finish_reduction(a, channel, plan.channels, {totals[i], totals[width + i]},
-                       static_cast<double>(static_cast<A>(a.statistics.load_mean(channel))));
+                       static_cast<double>(static_cast<A>(a.mean[channel])));
     }
   }
 }
 
-template <typename T, int kVector, ReluMask kMask>
+template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_gradient_kernel(RowsPlan plan, GradientArguments a) {
   using A = Acc<T>;
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
-  __shared__ NormalizeCoefficients<A> forward[kMaxTileChannels];
-  __shared__ GradientCoefficients<A> backward[kMaxTileChannels];
+  __shared__ GradientCoefficients<A> shared[kMaxTileChannels];
   const int width = plan.tile_channels();
   for (int i = threadIdx.x; i < width; i += kBlockThreads) {
     const int64_t channel = place.tile * width + i;
     if (channel < plan.channels) {
-      forward[i] = forward_coefficients<A, kMask>(a, channel);
-      backward[i] = backward_coefficients<A>(a, channel, plan.channels);
+      shared[i] = gradient_channel<A>(a, channel, plan.channels);
     }
   }
   __syncthreads();
   if (!place.inside) {
     return;
   }
-  NormalizeCoefficients<A> k[kVector];
   GradientCoefficients<A> b[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    k[i] = forward[place.x * kVector + i];
-    b[i] = backward[place.x * kVector + i];
+    b[i] = shared[place.x * kVector + i];
   }
   const T* x = static_cast<const T*>(a.x);
   const T* dy = static_cast<const T*>(a.dy);
-  const T* y = static_cast<const T*>(a.y);
   T* dx = static_cast<T*>(a.dx);
-  T* dz = static_cast<T*>(a.dz);
   const int64_t step = plan.threads_y * plan.channels;
-  walk<kRowsLoads<kVector, kMask == ReluMask::kOutput>>(plan, place, [&](int64_t at, auto loads) {
+  walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> g[kLoads], v[kLoads], out[kLoads];
+    Packed<T, kVector> g[kLoads], v[kLoads];
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
       g[r] = load<T, kVector>(dy + at + r * step);
       v[r] = load<T, kVector>(x + at + r * step);
-      out[r] = load_if < kMask == ReluMask::kOutput > (y + at + r * step, v[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
-      Packed<T, kVector> to_x, to_z;
+      Packed<T, kVector> out;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const A centered = widen(v[r].values[i]) - b[i].high;
-        const A d = masked<kMask>(widen(g[r].values[i]), centered, widen(out[r].values[i]), k[i]);
-        to_x.values[i] =
-            static_cast<T>(fma(d, b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
-        to_z.values[i] = static_cast<T>(d);
+        out.values[i] = static_cast<T>(
+            fma(widen(g[r].values[i]), b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
       }
-      if (dx != nullptr) {
-        store<T, kVector>(dx + at + r * step, to_x);
-      }
-      if (dz != nullptr) {
-        store<T, kVector>(dz + at + r * step, to_z);
-      }
+      store<T, kVector>(dx + at + r * step, out);
     }
   });
 }

@@ -4,7 +4,6 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <cmath>
 #include <cstdint>
 
 #include "host_device.h"
@@ -58,21 +57,6 @@ struct ChannelParam {
       default:
         break;
     }
-  }
-};
-
-/// The statistics of the channels in backward: mean and 1 / sqrt(variance + eps) from the forward,
-/// or, if the statistics were constants, running mean and running variance.
-struct ChannelStatistics {
-  ChannelParam mean;
-  ChannelParam invstd_or_var;
-  bool constant = false;  // if true, invstd_or_var is the variance
-  double eps = 0;
-
-  APEX_HOST_DEVICE double load_mean(int64_t channel) const { return mean.load(channel, 0); }
-  APEX_HOST_DEVICE double load_invstd(int64_t channel) const {
-    const double value = invstd_or_var.load(channel, 1);
-    return constant ? 1.0 / sqrt(value + eps) : value;
   }
 };
 

@@ -21,7 +21,7 @@
 #include "optim/shard_hook.h"
 #include "optim/shared_parameters.h"
 #include "plain_text.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "transport/separate_group.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"

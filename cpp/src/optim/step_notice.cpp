@@ -24,8 +24,7 @@ void report_step(torch::optim::Optimizer& optimizer, Reporter reporter) {
   // A different number for each reporter. Addresses of optimizers are even.
   const auto number =
       static_cast<int64_t>(reinterpret_cast<intptr_t>(&optimizer)) + static_cast<int>(reporter);
-  // Not all steps are reported: the program may step optimizers without a LossScaler.
-  Reducer::optimizer_stepped(some, number, /*all=*/false);
+  Reducer::optimizer_stepped(some, number);
 }
 
 StepInParts::StepInParts() { ++parts_in_progress; }

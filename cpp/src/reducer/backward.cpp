@@ -13,7 +13,6 @@
 
 #include "fingerprint.h"
 #include "reducer/plan_agreement.h"
-#include "tensor_parts.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
@@ -283,14 +282,22 @@ void Backward::launch(size_t index, const at::Tensor& incoming,
     if (context_.options.check_finite) reporter_.finite.look(entry.message);
     if (packed) packed();
   };
+  or_end([&] { launch_bucket(entry, index, pass_, incoming, context_, before_start); });
+}
+
+/// Runs `launch`. Fails the reducer if nothing more may be sent. The other ranks are notified then.
+void Backward::or_end(const std::function<void()>& launch) {
   try {
-    launch_bucket(entry, index, pass_, incoming, context_, before_start);
+    launch();
   } catch (const CommunicationError&) {
-    context_.fail();  // immediately, because nothing more may be sent
-    throw;
-  } catch (const Interrupted&) {  // in the hook; the others were notified
     context_.fail();
     throw;
+  } catch (const Interrupted&) {
+    context_.fail();
+    throw;
+  } catch (const HookInterrupted& interrupted) {
+    context_.fail();
+    std::rethrow_exception(interrupted.error);
   }
 }
 
@@ -330,20 +337,7 @@ void Backward::launch_rest(StepReport report) {
 /// Launches zeros for the buckets before `end`, with the report in the one that carries it.
 void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
   const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
-  const auto launch = [&](bool without_user_code) {
-    detail::launch_absent(plan.entries, end, report.failed, without_user_code, context_, write);
-  };
-  try {
-    launch(reporter_.hook_failed);
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (...) {
-    // The hook failed, possibly on all ranks. The report that follows contains that. The failing
-    // hook may also be the reason why the plan was left; then its failure does not matter.
-    look_at_hooks();
-    if (!reporter_.hook_failed && &plan != book_.still_carried()) throw;
-    launch(/*without_user_code=*/true);
-  }
+  or_end([&] { detail::launch_absent(plan.entries, end, report.failed, context_, write); });
 }
 
 // --- all gradients are computed: this rank sends ---
@@ -421,7 +415,6 @@ Recording Backward::recording() const {
     seen.sparse_dim = used && grad.defined() && grad.layout() == at::kSparse
                           ? static_cast<int32_t>(grad.sparse_dim())
                           : 0;
-    seen.in_parts = used && is_in_parts(grad, parameters[i].variable);
     seen.fired = pass_.gradients[i].fired;
     mine.parameters.push_back(seen);
     if (seen.fired > 0) mine.ready_order.push_back(static_cast<int64_t>(i));
@@ -478,8 +471,6 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
     const RecordedParameter& seen = agreed.parameters[i];
     places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
-    places[i].in_parts =
-        pass_.used_by_any[i] != 0 ? seen.in_parts : may_be_in_parts(parameters[i].variable);
     places[i].trainable = trainable[i];
     // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =
@@ -512,7 +503,6 @@ void Backward::refuse(const StepTable& table) {
     pass_.refused = true;
     // Not counted on any rank, because the failed ranks did not count it.
     if (Plan* plan = book_.current()) --plan->backwards;
-    if (table.hooks_apart()) context_.fail();
     throw;
   }
 }
@@ -806,33 +796,15 @@ void Backward::fail() noexcept {
       if (pass_.used[i] != 0) context_.parameters[i].touch();
     }
   }
-  look_at_hooks();
   if (!pass_.refused && !pass_.reported) {
     send_failure();
-  } else if (!pass_.refused && !hooks_failed_together()) {
+  } else if (!pass_.refused) {
     context_.fail();  // the other ranks are not notified
   }
   if (pass_.reported) reporter_.drop();  // it may lie in a message of this backward
   drop_messages();
   // The other ranks skip the step, so this rank skips it as well.
   if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
-}
-
-/// Records whether the communication hook of this rank has failed.
-void Backward::look_at_hooks() {
-  const Plan* plan = book_.current();
-  if (plan == nullptr) return;
-  for (const PlannedBucket& entry : plan->entries)
-    reporter_.hook_failed = reporter_.hook_failed || entry.user_code_failed;
-}
-
-/// Whether the communication hook of every rank has failed, in the same bucket.
-bool Backward::hooks_failed_together() const {
-  const Plan* plan = book_.current();
-  return plan != nullptr &&
-         std::any_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
-           return entry.user_code_failed && entry.traits.fails_together;
-         });
 }
 
 /// Notifies the other ranks. Does not wait for them, unless a communication hook does.
@@ -849,7 +821,6 @@ void Backward::send_failure() noexcept {
 }
 
 void Backward::send_absent() noexcept {
-  look_at_hooks();
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
     if (Plan* const plan = book_.sends_by())

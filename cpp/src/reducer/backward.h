@@ -88,6 +88,7 @@ class Backward {
 
   void count_down(size_t index, const at::Tensor& incoming);
   void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
+  void or_end(const std::function<void()>& launch);
   void see_what_has_arrived();
   void launch_buckets(size_t end, const std::function<void()>& packed);
   void launch_rest(StepReport report);
@@ -112,8 +113,6 @@ class Backward {
   void compare_replicas(const StepTable& table);
   void order_by_need();
 
-  void look_at_hooks();
-  bool hooks_failed_together() const;
   void send_failure() noexcept;
   void drop_messages() noexcept;
   void call_off();

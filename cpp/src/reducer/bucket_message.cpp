@@ -15,7 +15,7 @@
 #include "reducer/bucket_layout.h"
 #include "reducer/freed_memory.h"
 #include "reducer/multi_tensor.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
@@ -31,7 +31,6 @@ at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
   const at::Tensor& like = slot.variable;
   at::Tensor flat = buffer.narrow(0, slot.offset, slot.numel * (at::isComplexType(dtype) ? 2 : 1));
   if (at::isComplexType(dtype)) flat = at::view_as_complex(flat.view({-1, 2}));
-  if (slot.in_parts) return flat;
   if (like.is_non_overlapping_and_dense()) {
     return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset());
   }
@@ -44,61 +43,11 @@ at::Tensor dense(const at::Tensor& grad) {
   return in_memory(grad.requires_grad() ? grad.detach() : grad);
 }
 
-// Note [Gradients of several parts]
-//
-// If a parameter is a tensor subclass, its gradient may be a plain tensor or a subclass like the
-// parameter. A subclass whose operators can copy its values is handled like any gradient: a copy
-// goes into the bucket, and the average is copied back. If the gradient consists of several
-// tensors, or of one tensor of another shape, each of these tensors is averaged. Its slot in the
-// bucket is flat and holds them one after the other. The form of a gradient is recorded, like a
-// sparse layout, and must not change.
-
-int64_t numel_of_parts(const at::Tensor& tensor) {
-  int64_t numel = 0;
-  for (const at::Tensor& part : parts_of(tensor)) numel += part.numel();
-  return numel;
-}
-
-/// The parts of a gradient, concatenated to a flat tensor.
-at::Tensor joined(const at::Tensor& grad, const BucketMessage::Slot& slot) {
-  std::vector<at::Tensor> flat;
-  for (const at::Tensor& part : parts_of(grad)) {
-    if (part.scalar_type() != slot.variable.scalar_type()) {
-      throw GradientForm(slot.parameter, "contains a tensor of dtype " +
-                                             std::string(c10::toString(part.scalar_type())) +
-                                             ", which is not the parameter's");
-    }
-    flat.push_back(dense(part).reshape({-1}));
-  }
-  at::Tensor all = at::cat(flat);
-  if (all.numel() != slot.numel)
-    throw GradientForm(slot.parameter, "has different inner tensors than the parameter");
-  return all;
-}
-
-/// Overwrites the parts of `grad` with the slot's view.
-void write_parts(const at::Tensor& grad, const BucketMessage::Slot& slot) {
-  if (numel_of_parts(grad) != slot.numel)
-    throw GradientForm(slot.parameter, "has different inner tensors than the parameter");
-  int64_t offset = 0;
-  for (const at::Tensor& part : parts_of(grad)) {
-    at::Tensor target = part.detach();
-    by_operators(
-        [&] { return target.copy_(slot.view.narrow(0, offset, part.numel()).view(part.sizes())); });
-    offset += part.numel();
-  }
-}
-
 /// True if the gradient has the same memory and layout as the slot's view of the buffer.
 bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
   return slot.numel > 0 && has_memory(grad) && !grad.is_conj() && !grad.is_neg() &&
          grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
          grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
-}
-
-/// Whether the gradient is a subclass without memory, whose values its operators or parts provide.
-bool is_subclass(const at::Tensor& grad) {
-  return grad.layout() == at::kStrided && grad.numel() > 0 && !has_memory(grad);
 }
 
 /// A separate tensor on the same memory, to be handed out as a gradient.
@@ -138,27 +87,9 @@ at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
   return dtype;
 }
 
-bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable) {
-  if (!grad.defined() || has_memory(grad) || grad.layout() != at::kStrided) return false;
-  const std::vector<at::Tensor> parts = parts_of(grad);
-  return parts.size() != 1 || parts[0].sizes() != variable.sizes();
-}
-
-bool may_be_in_parts(const at::Tensor& variable) {
-  if (!is_in_parts(variable, variable)) return false;
-  const std::vector<at::Tensor> parts = parts_of(variable);
-  return std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
-    return part.scalar_type() == variable.scalar_type();
-  });
-}
-
-GradientForm::GradientForm(int64_t parameter, const std::string& what)
-    : Error(what), parameter_(parameter) {}
-GradientForm::~GradientForm() = default;
-
 BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
                              const std::vector<at::Tensor>& variables, at::Device device,
-                             const MessageOptions& options, const std::vector<uint8_t>& in_parts)
+                             const MessageOptions& options)
     : kind_(kind), device_(device), options_(options) {
   dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
   std::vector<int64_t> numel;
@@ -166,8 +97,7 @@ BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
     Slot slot;
     slot.parameter = parameters[i];
     slot.variable = variables[i];
-    slot.in_parts = !in_parts.empty() && in_parts[i] != 0;
-    slot.numel = slot.in_parts ? numel_of_parts(variables[i]) : variables[i].numel();
+    slot.numel = variables[i].numel();
     numel.push_back(slot.numel * (variables[i].is_complex() ? 2 : 1));
     slots_.push_back(std::move(slot));
   }
@@ -213,12 +143,12 @@ void BucketMessage::copy_early(size_t index, double scale) {
   // This is the memory of another slot, whose own copy may overwrite it. pack() handles this.
   if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
   if (slot.moved) {
-    slot.view.add_(values_of(grad, slot), slot.early_scale);
+    slot.view.add_(dense(grad), slot.early_scale);
     grad = at::Tensor();
     return;
   }
   slot.early = at::Tensor();
-  if (!has_memory(grad) || slot.in_parts || grad.requires_grad()) return;
+  if (!has_memory(grad) || grad.requires_grad()) return;
   if (!copy_in_one_pass(slot.view, grad, scale)) return;
   slot.early_scale = scale;
   if (options_.gradient_as_bucket_view) {
@@ -305,7 +235,7 @@ void BucketMessage::pack_flat(double scale) {
       if (!slot.used) slot.stash = slot.view.clone();
       if (while_copying != 1.0) scale_in_place(slot.view, while_copying);
     } else {
-      const at::Tensor source = values_of(grad, slot);
+      const at::Tensor source = dense(grad);
       targets.push_back(slot.view);
       // A copy within the same memory, to another layout, would overwrite its source.
       sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
@@ -331,10 +261,8 @@ void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& 
   for (size_t i = 0; i < slots.size(); ++i) {
     Slot& slot = *slots[i];
     at::Tensor& grad = slot.variable.mutable_grad();
-    // A subclass is not moved; unpack() writes its values.
     const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
-                       has_memory(grad) && !slot.in_parts &&
-                       slot.view.scalar_type() == slot.variable.scalar_type() &&
+                       has_memory(grad) && slot.view.scalar_type() == slot.variable.scalar_type() &&
                        copy_in_one_pass(targets[i], sources[i], scale);
     if (moves) {
       slot.moved = true;
@@ -371,7 +299,7 @@ bool BucketMessage::gradients_lie_in_buffer() const {
   return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
     const at::Tensor& grad = slot.variable.grad();
     return slot.moved ||
-           (grad.defined() && (!has_memory(grad) || grad.storage().is_alias_of(buffer_.storage())));
+           (grad.defined() && has_memory(grad) && grad.storage().is_alias_of(buffer_.storage()));
   });
 }
 
@@ -387,7 +315,7 @@ void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
   if (in_place) {
     slot.view = handed_out(own);
   } else {
-    const at::Tensor grad = own.defined() ? values_of(own, slot) : own;
+    const at::Tensor grad = own.defined() ? dense(own) : own;
     slot.view =
         at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
                           slot.variable.options().dtype(
@@ -477,9 +405,6 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
                              (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
                              slots_.front().variable.scalar_type() == dtype_;
   const double while_copying = scales_copies ? scale : 1.0;
-  const auto stays = [&](Slot& slot) {
-    if (scales_copies) change_received(slot.view, multiply);
-  };
   if (scale != 1.0 && !scales_copies) change_received(gradients_of(tensor_), multiply);
   if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
@@ -494,18 +419,10 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
       grad = view_as_gradient(slot);
     } else if (!grad.defined() || lies_in(grad, slot)) {
       // If undefined, the user has cleared it.
-    } else if (is_subclass(grad)) {
-      // has_one_owner() cannot find out whether its memory has other owners.
-      const bool immutable = !slot.in_parts && grad._is_zerotensor();
-      if (!kept[slot.parameter] || grad.requires_grad() || immutable)
-        grad = by_operators([&] { return grad.detach().clone(); });
-      stays(slot);
-      write_subclass(grad, slot);
-      continue;
     } else if (views) {
       grad = view_as_gradient(slot);
     } else {
-      if (grad.requires_grad() || grad.layout() != at::kStrided ||
+      if (grad.requires_grad() || !has_memory(grad) ||
           !(kept[slot.parameter] || has_one_owner(grad, {}))) {
         // A gradient with a grad_fn stays unchanged for its holders; the reduced one is new.
         grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
@@ -514,7 +431,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
       sources.push_back(slot.view);
       continue;
     }
-    stays(slot);
+    if (scales_copies) change_received(slot.view, multiply);
   }
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (scales_copies) owed_scale_ = scale;
@@ -528,25 +445,6 @@ void BucketMessage::let_go() {
   if (kind_ != Kind::kInPlace || options_.gradient_as_bucket_view) return;
   tensor_ = at::Tensor();
   for (Slot& slot : slots_) slot.view = at::Tensor();
-}
-
-/// The values of `grad` with the shape of the slot's view.
-at::Tensor BucketMessage::values_of(const at::Tensor& grad, const Slot& slot) const {
-  if (is_in_parts(grad, slot.variable) != slot.in_parts) {
-    throw GradientForm(slot.parameter, slot.in_parts
-                                           ? "is one tensor, but was recorded as several"
-                                           : "is several tensors, but was recorded as one");
-  }
-  return slot.in_parts ? joined(grad, slot) : dense(grad);
-}
-
-/// Copies the slot's view into a gradient that is a subclass, without replacing the gradient.
-void BucketMessage::write_subclass(at::Tensor& grad, const Slot& slot) const {
-  if (slot.in_parts) {
-    write_parts(grad, slot);
-  } else {
-    by_operators([&] { return grad.copy_(slot.view); });
-  }
 }
 
 /// An alias of the slot's view that the user may change.
@@ -573,15 +471,12 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
     at::Tensor& grad = slot.variable.mutable_grad();
     if (is_sparse()) {
       grad = tensor_;
-    } else if (slot.in_parts || (grad.defined() && is_subclass(grad))) {
-      if (!grad.defined()) grad = by_operators([&] { return at::zeros_like(slot.variable); });
-      write_subclass(grad, slot);
     } else if (grad.defined() && lies_in(grad, slot)) {
       // A view of the buffer already has the reduced values.
     } else if (kind_ == Kind::kFlat && options_.gradient_as_bucket_view &&
                slot.view.scalar_type() == slot.variable.scalar_type()) {
       grad = view_as_gradient(slot);
-    } else if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) {
+    } else if (grad.defined() && !grad.requires_grad() && has_memory(grad)) {
       grad.copy_(slot.view);
     } else if (kind_ == Kind::kInPlace) {
       grad = view_as_gradient(slot);

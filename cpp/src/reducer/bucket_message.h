@@ -6,12 +6,9 @@
 
 #include <cstdint>
 #include <functional>
-#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-
-#include <apex/error.h>
 
 namespace apex::parallel::detail {
 
@@ -24,26 +21,8 @@ struct MessageOptions {
   std::function<at::Tensor(int64_t, const at::TensorOptions&)> allocate;
 };
 
-/// Thrown if a gradient does not have its recorded form, or has a form that cannot be averaged. The
-/// text continues "the gradient of parameter ...".
-class GradientForm : public Error {
- public:
-  GradientForm(int64_t parameter, const std::string& what);
-  ~GradientForm() override;
-  int64_t parameter() const { return parameter_; }
-
- private:
-  int64_t parameter_;
-};
-
 /// The real-valued dtype in which gradients of `dtype` are summed.
 at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32);
-
-/// Whether a gradient of `variable` consists of several tensors, or one of another shape: see
-/// Note [Gradients of several parts] in the source.
-bool is_in_parts(const at::Tensor& grad, const at::Tensor& variable);
-/// The expected answer of is_in_parts() if no rank has had a gradient yet.
-bool may_be_in_parts(const at::Tensor& variable);
 
 /// The message of one bucket. All member functions work on the current stream of the message's
 /// device and never block the host. Not thread safe.
@@ -57,11 +36,10 @@ class BucketMessage {
 
   /// The position of a gradient in the message.
   struct Slot {
-    int64_t parameter;      ///< index of the parameter in the reducer
-    at::Tensor variable;    ///< the parameter
-    int64_t offset = 0;     ///< first element in the buffer
-    int64_t numel = 0;      ///< elements of the gradient
-    bool in_parts = false;  ///< see Note [Gradients of several parts]
+    int64_t parameter;    ///< index of the parameter in the reducer
+    at::Tensor variable;  ///< the parameter
+    int64_t offset = 0;   ///< first element in the buffer
+    int64_t numel = 0;    ///< elements of the gradient
     /// A view of the buffer with the parameter's shape, strides and dtype. It is never handed out,
     /// because the user may redirect a gradient (`grad.data = ...`), which changes every reference
     /// to the same tensor.
@@ -79,10 +57,9 @@ class BucketMessage {
   /// @param parameters  indices of the members; one dtype, one device.
   /// @param variables   the members' parameters, in the same order.
   /// @param device      where the buffer lives.
-  /// @param in_parts    by member, whether its gradients are in parts; empty: none.
   BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
                 const std::vector<at::Tensor>& variables, at::Device device,
-                const MessageOptions& options, const std::vector<uint8_t>& in_parts = {});
+                const MessageOptions& options);
 
   Kind kind() const { return kind_; }
   bool is_sparse() const { return kind_ == Kind::kSparse; }
@@ -180,8 +157,6 @@ class BucketMessage {
   bool is_copied(const Slot& slot, double scale) const;
   bool has_home() const { return home_.data_ptr() != buffer_.data_ptr(); }
   at::Tensor view_as_gradient(Slot& slot) const;
-  at::Tensor values_of(const at::Tensor& grad, const Slot& slot) const;
-  void write_subclass(at::Tensor& grad, const Slot& slot) const;
 
   Kind kind_;
   at::Device device_;

@@ -11,11 +11,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
@@ -40,16 +39,16 @@ void join_producers(const PlannedBucket& entry) {
     // The allocator must not reuse a gradient's memory on the producer's stream while this stream
     // reads it.
     const at::Tensor& grad = slot.variable.grad();
-    if (!grad.defined()) continue;
-    for (const at::Tensor& part : parts_of(grad)) part.record_stream(current);
+    if (grad.defined() && (has_memory(grad) || grad.layout() != at::kStrided))
+      grad.record_stream(current);
   }
 }
 
 void keep_for_current_stream(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_cpu()) return;
+  if (!tensor.defined() || !has_memory(tensor) || tensor.is_cpu()) return;
   const c10::Stream current =
       c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
-  for (const at::Tensor& part : parts_of(tensor)) part.record_stream(current);
+  tensor.record_stream(current);
 }
 
 /// Gradients, and a buffer from a hook, belong to the streams that allocated them. The stream that
@@ -70,20 +69,6 @@ void keep_for_current_stream(PlannedBucket& entry) {
     keep_for_current_stream(slot.variable.grad());
 }
 
-/// Calls `call`, and adds the name of the parameter to errors about the form of a gradient.
-template <typename Call>
-void naming(const ReducerContext& context, const Call& call) {
-  try {
-    call();
-  } catch (const GradientForm& error) {
-    throw Error(context.me() + "the gradient of parameter '" +
-                context.parameters[error.parameter()].name + "' " + error.what() +
-                ", but a gradient must have the same structure on every rank and in every "
-                "backward: call rebuild_buckets() on every rank when it changes, or freeze the "
-                "parameter");
-  }
-}
-
 /// The name of a bucket for errors. Empty with one rank, because nothing is sent.
 std::string name_of(const PlannedBucket& entry, size_t index, const ReducerContext& context) {
   return entry.traits.has_peers || entry.traits.runs_user_code
@@ -91,22 +76,9 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
              : "";
 }
 
-/// Runs a part of a bucket's reduction in which a communication hook may run and fail.
-template <typename Body>
-void run(PlannedBucket& entry, ReducerContext& context, Body&& body) {
-  entry.user_code_failed = entry.traits.runs_user_code;  // cleared if it returns
-  try {
-    context.monitor.open(std::forward<Body>(body));
-  } catch (const Interrupted&) {  // only on this rank
-    entry.user_code_failed = false;
-    throw;
-  }
-  entry.user_code_failed = false;
-}
-
 void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
            ReducerContext& context) {
-  run(entry, context, [&] { entry.reduction->start(entry.message, tensor, what); });
+  context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
 }
 
 }  // namespace
@@ -118,7 +90,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
-  naming(context, [&] { message.pack(pass.used, entry.averaging(context).before, incoming); });
+  message.pack(pass.used, entry.averaging(context).before, incoming);
   packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
@@ -137,7 +109,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
-                   bool without_user_code, ReducerContext& context,
+                   ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report) {
   // If reports are not read, zeros would not be detected.
   const bool poison = failed && !context.reads_reports();
@@ -145,7 +117,6 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     PlannedBucket& entry = entries[b];
     if (entry.launched || entry.traits.starts_at_wait) continue;
     entry.launched = true;
-    if (without_user_code && entry.traits.runs_user_code) continue;
     // Also for a bucket from before the failure, whose hook may have collectives left to issue.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
     const c10::OptionalDeviceGuard guard(entry.message.device());
@@ -163,13 +134,13 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     entry.reduction->leave();
   }
   // The report follows.
-  if (end > 0 && !without_user_code) let_next_pass(entries[end - 1], end - 1, context);
+  if (end > 0) let_next_pass(entries[end - 1], end - 1, context);
 }
 
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {
   if (!entry.reduction->holds_back_next()) return;
   const std::string what = describe_bucket(entry, index, context);
-  run(entry, context, [&] { entry.reduction->wait(what, {}); });
+  context.monitor.open([&] { entry.reduction->wait(what, {}); });
 }
 
 void run_next_phases(Plan& plan, ReducerContext& context) {
@@ -180,7 +151,8 @@ void run_next_phases(Plan& plan, ReducerContext& context) {
       if (!entry.reduction->has_next_phase()) continue;
       any = true;
       const c10::OptionalDeviceGuard guard(entry.message.device());
-      run(entry, context, [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
+      context.monitor.open(
+          [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
       context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
     }
   }
@@ -193,7 +165,7 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
     context.observers.tell(&BackwardObserver::launched, index, entry.message);
   context.observers.tell(&BackwardObserver::awaiting, index);
   const std::string what = name_of(entry, index, context);
-  run(entry, context, [&] { entry.reduction->wait(what, meanwhile); });
+  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
   context.observers.tell(&BackwardObserver::arrived, index);
 }
 
@@ -205,7 +177,7 @@ void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerCont
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
-  naming(context, [&] { entry.message.unpack(entry.averaging(context).after, pass.kept); });
+  entry.message.unpack(entry.averaging(context).after, pass.kept);
 }
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
@@ -216,7 +188,7 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
   std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    naming(context, [&] { entry.message.pack(pass.used, entry.averaging(context).before); });
+    entry.message.pack(pass.used, entry.averaging(context).before);
     start(entry, entry.message.tensor(), what, context);
   }
   const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);

@@ -9,18 +9,12 @@
 
 #include "comm/collectives.h"
 #include "comm/error_text.h"
-#include "comm/host_channel.h"
-#include "distributed/backends.h"
-#include "interruption.h"
 #include "reducer/reduction.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel::detail {
 
 namespace {
-
-constexpr const char* kOwnErrorOrTheirs =
-    "fix the hook if it caused the error, otherwise check the output of the other ranks; then "
-    "restart with a new process group";
 
 class HookReduction final : public Reduction {
  public:
@@ -30,8 +24,7 @@ class HookReduction final : public Reduction {
         all_groups_(site.all_groups),
         alone_(site.alone),
         index_(site.index),
-        is_last_(site.last_of_hook),
-        fails_together_(!alone_ && receives_reports(*group_)) {}
+        is_last_(site.last_of_hook) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
@@ -39,7 +32,6 @@ class HookReduction final : public Reduction {
     traits.averages = true;
     traits.has_later_messages = true;
     traits.runs_user_code = true;
-    traits.fails_together = fails_together_;
     return traits;
   }
 
@@ -58,18 +50,16 @@ class HookReduction final : public Reduction {
       given_.parameters.push_back(slot.variable);
     finishing_ = false;
     what_ = what;
-    if (!alone_) begin_call(*group_, what);
+    if (!alone_) {
+      refuse_failed_group(what, *group_);
+      begin_call(*group_, what);
+    }
     try {
       future_ = checked(hook_->run(given_));
       if (future_->hasError())
         throw Error("its future holds this error: " + message_of(future_->exception_ptr()));
-    } catch (const CommunicationError&) {
-      throw;  // the other ranks are already notified
-    } catch (const Interrupted&) {
-      throw;
     } catch (...) {
-      future_.reset();
-      throw_failed(what, std::current_exception(), /*begun=*/false);
+      end(what);
     }
   }
 
@@ -87,11 +77,8 @@ class HookReduction final : public Reduction {
     finishing_ = true;
     try {
       future_ = checked(hook_->finish(given_, tensor_of(future_->value())));
-    } catch (const CommunicationError&) {
-      throw;
     } catch (...) {
-      future_.reset();
-      throw_failed(what, std::current_exception(), /*begun=*/true);
+      end(what);
     }
   }
 
@@ -127,29 +114,34 @@ class HookReduction final : public Reduction {
     return future;
   }
 
-  /// See Note [Hooks that fail]. `begun`: the hook may have issued its collective.
-  [[noreturn]] void throw_failed(const std::string& what, const std::exception_ptr& error,
-                                 bool begun) const {
-    const std::string cause = message_of(error);
-    if (fails_together_ && !failed_alike(what, cause, begun))
-      throw_communication_error(what, *group_, error, kHooksApart);
-    // No other rank is notified, so the messages of the ranks may not match any more.
-    if (!fails_together_ && !alone_ && begun)
-      throw_communication_error(what, *group_, error, kOwnErrorOrTheirs);
+  /// In a catch block: notifies the ranks that wait in any group of the reducer, and throws.
+  [[noreturn]] void end(const std::string& what) {
+    future_.reset();
     try {
-      std::rethrow_exception(error);
+      throw;
+    } catch (const CommunicationError&) {
+      throw;  // the other ranks are already notified
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const HookInterrupted&) {
+      announce("an interruption (Ctrl-C, or another signal)", nullptr);
+      throw;
     } catch (...) {
-      std::throw_with_nested(Error(who() + what + " failed: " + cause));
+      const std::exception_ptr error = std::current_exception();
+      if (!alone_) {
+        announce(what + ": " + shortened(message_of(error)), group_.get());
+        throw_communication_error(what, *group_, error, kFixHook);
+      }
+      throw CommunicationError(who() + what + " failed: " + message_of(error) + " (" + kFixHook +
+                               ")");
     }
   }
 
-  bool failed_alike(const std::string& what, const std::string& cause, bool begun) const {
-    const auto timeout = distributed::gloo_timeout(*group_->getBackend(at::kCPU));
-    return hooks_failed_alike(all_groups_, group_, what, cause, begun,
-                              timeout.value_or(std::chrono::milliseconds(0)), [] {
-                                advance_host_channels();  // progress that other ranks may need
-                                return !is_interrupted();
-                              });
+  void announce(const std::string& why, const c10d::ProcessGroup* except) const {
+    if (alone_) return;
+    for (const GroupPtr& one : all_groups_) {
+      if (one.get() != except) announce_failure(*one, why);
+    }
   }
 
   std::string who() const {
@@ -169,9 +161,11 @@ class HookReduction final : public Reduction {
   void await(const std::string& what) {
     wait_future(*future_, what, *group_);
     if (!future_->hasError()) return;
-    const std::exception_ptr error = future_->exception_ptr();
-    future_.reset();
-    throw_failed(what, error, /*begun=*/true);
+    try {
+      std::rethrow_exception(future_->exception_ptr());
+    } catch (...) {
+      end(what);
+    }
   }
 
   const std::shared_ptr<CommHook> hook_;
@@ -180,8 +174,7 @@ class HookReduction final : public Reduction {
   const bool alone_;
   const size_t index_;
   const bool is_last_;
-  const bool fails_together_;  ///< waiting ranks are notified of a failure
-  GradientBucket given_;       ///< the bucket that the hook got
+  GradientBucket given_;  ///< the bucket that the hook got
   bool finishing_ = false;
   FuturePtr future_;
   std::string what_;

@@ -13,7 +13,7 @@
 #include "comm/collectives.h"
 #include "distributed/backends.h"
 #include "reducer/multi_tensor.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
@@ -134,8 +134,6 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
     pass.gradients[i].stale = parameter.holds_reduced();
   }
   if (context.leaves_sums()) find_cleared(parameters, pass.gradients);
-  const StepTable* last = state.reporter.look_back();
-  if (last != nullptr && last->hooks_apart()) context.fail();
   state.reporter.backward_began();
   state.reporter.tracker.backward_began(changed, touched_changed);
   return pass;

@@ -8,7 +8,7 @@
 #include <apex/error.h>
 
 #include "fingerprint.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "torch_version.h"
 
 namespace apex::parallel::detail {
@@ -49,6 +49,12 @@ void check(const NamedTensor& parameter, int rank) {
     out << "rank " << rank << ": parameter '" << parameter.name
         << "' cannot be synchronized, since " << why
         << ": replace it before the model is wrapped, or leave it out";
+    throw InvalidArgument(out.str());
+  }
+  if (!has_memory(tensor)) {
+    out << "rank " << rank << ": parameter '" << parameter.name
+        << "' is a tensor subclass without memory of its own, whose gradient cannot be averaged: "
+           "make its inner tensors parameters, or freeze it with requires_grad_(False)";
     throw InvalidArgument(out.str());
   }
   if (const auto gradients = other_grad_dtype(tensor)) {

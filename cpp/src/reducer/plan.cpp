@@ -26,11 +26,10 @@ namespace {
 
 using Kind = BucketMessage::Kind;
 
-bool may_be_in_place(const ReducerContext& context, const Parameter& parameter,
-                     const Place& place) {
+bool may_be_in_place(const ReducerContext& context, const Parameter& parameter) {
   const bool is_cast = context.options.allreduce_always_fp32 &&
                        (parameter.dtype == at::kHalf || parameter.dtype == at::kBFloat16);
-  return !is_cast && !place.in_parts && parameter.variable.is_non_overlapping_and_dense();
+  return !is_cast && parameter.variable.is_non_overlapping_and_dense();
 }
 
 /// Whether the dtype represents the words of reports without rounding.
@@ -54,11 +53,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
                          std::unique_ptr<Reduction> reduction, const std::vector<Place>& places,
                          ReducerContext& context, bool may_carry_report = false) {
   std::vector<at::Tensor> variables;
-  std::vector<uint8_t> in_parts;
-  for (const int64_t index : members) {
-    variables.push_back(context.parameters[index].variable);
-    in_parts.push_back(places[index].in_parts);
-  }
+  for (const int64_t index : members) variables.push_back(context.parameters[index].variable);
   MessageOptions options;
   options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
   options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
@@ -67,7 +62,7 @@ PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSit
   if (may_carry_report) options.tail = tail_of(site, traits, context);
   if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
     options.allocate = registered_memory(site.group, context.statistics);
-  PlannedBucket entry(BucketMessage(site.kind, members, variables, site.device, options, in_parts),
+  PlannedBucket entry(BucketMessage(site.kind, members, variables, site.device, options),
                       std::move(reduction));
   entry.members = entry.pending = static_cast<int64_t>(members.size());
   return entry;
@@ -103,8 +98,7 @@ Kind kind_of(const std::vector<int64_t>& members, const std::vector<Place>& plac
   const Parameter& first = context.parameters[members.front()];
   const Place& place = places[members.front()];
   if (place.sparse) return Kind::kSparse;
-  return members.size() == 1 && may_be_in_place(context, first, place) ? Kind::kInPlace
-                                                                       : Kind::kFlat;
+  return members.size() == 1 && may_be_in_place(context, first) ? Kind::kInPlace : Kind::kFlat;
 }
 
 /// Whether a parameter in no bucket may still get a gradient.
@@ -120,7 +114,6 @@ void PlannedBucket::reset() {
   pending = members;
   launched = completed = false;
   producers.clear();
-  user_code_failed = false;
   absent = at::Tensor();
 }
 

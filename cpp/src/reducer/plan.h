@@ -25,7 +25,6 @@ struct Place {
   int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
   bool sparse = false;     ///< its gradient has sparse layout
   int64_t sparse_dim = 0;  ///< number of sparse dimensions
-  bool in_parts = false;   ///< its gradient consists of several tensors
   bool trainable = false;  ///< on every rank
 };
 
@@ -40,8 +39,7 @@ struct PlannedBucket {
   bool completed = false;                  ///< waited for and unpacked, and its callback was called
   std::vector<c10::Stream> producers;      ///< streams that produced its gradients
   std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
-  at::Tensor absent;              ///< sent instead of the message, see Note [Carried through]
-  bool user_code_failed = false;  ///< a communication hook threw
+  at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
 
   PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
       : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}

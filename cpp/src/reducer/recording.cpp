@@ -7,13 +7,12 @@ namespace apex::parallel::detail {
 
 at::Tensor encode(const Recording& recording) {
   const auto count = static_cast<int64_t>(recording.parameters.size());
-  const at::Tensor table = at::empty({3 * count}, at::kInt);
+  const at::Tensor table = at::empty({2 * count}, at::kInt);
   int32_t* const out = table.mutable_data_ptr<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
     const RecordedParameter& parameter = recording.parameters[i];
     out[i] = parameter.sparse_dim;
     out[count + i] = parameter.fired;
-    out[2 * count + i] = parameter.in_parts;
   }
   return table;
 }
@@ -29,8 +28,7 @@ Recording decode(const at::Tensor& maximum, const at::Tensor& order_of_rank_0,
   const int64_t count = order_of_rank_0.numel();
   const int32_t* const in = maximum.const_data_ptr<int32_t>();
   Recording agreed;
-  for (int64_t i = 0; i < count; ++i)
-    agreed.parameters.push_back({in[i], in[count + i], in[2 * count + i] != 0});
+  for (int64_t i = 0; i < count; ++i) agreed.parameters.push_back({in[i], in[count + i]});
   const int64_t* const order = order_of_rank_0.const_data_ptr<int64_t>();
   std::vector<bool> listed(count, false);
   for (int64_t i = 0; i < count && order[i] >= 0; ++i) {

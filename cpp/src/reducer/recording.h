@@ -14,7 +14,6 @@ namespace apex::parallel::detail {
 struct RecordedParameter {
   int32_t sparse_dim = 0;  ///< number of sparse dimensions of the gradient; 0: dense
   int32_t fired = 0;       ///< how often its gradient was accumulated
-  bool in_parts = false;   ///< the gradient consists of several tensors
 };
 
 struct Recording {
@@ -23,7 +22,7 @@ struct Recording {
                                      ///< rank 0's order, then parameters that only others use
 };
 
-/// Encodes as [3 * parameters] int32, to be combined by the maximum over ranks.
+/// Encodes as [2 * parameters] int32, to be combined by the maximum over ranks.
 at::Tensor encode(const Recording& recording);
 /// Encodes the ready order as [parameters] int64, padded with -1.
 at::Tensor encode_order(const Recording& recording);

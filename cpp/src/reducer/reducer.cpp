@@ -279,8 +279,8 @@ JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
 JoinEvent Reducer::await_event() { return core_->uneven_inputs().await_event(); }
 void Reducer::shadow_backward_begin(const JoinEvent& event) { core_->shadow_backward_begin(event); }
 void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
-int64_t Reducer::last_with_data(bool followed, int64_t states) const {
-  return core_->uneven_inputs().last_with_data(followed, states);
+int64_t Reducer::last_with_data(bool followed) const {
+  return core_->uneven_inputs().last_with_data(followed);
 }
 
 int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_event) {
@@ -383,12 +383,10 @@ bool Reducer::has_failed(const std::vector<at::Tensor>& parameters) {
   });
 }
 
-void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
-                                bool all) {
+void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
   for (const auto& core : detail::owners_of(parameters)) {
     // Not change(): a bucket callback may wait for this thread.
-    core->note(
-        [&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer, all); });
+    core->note([&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer); });
   }
 }
 

@@ -14,7 +14,7 @@
 #include "reducer/hooks.h"
 #include "reducer/opening.h"
 #include "reducer/profiler_range.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "watch/watched_group.h"
 
 namespace apex::parallel::detail {

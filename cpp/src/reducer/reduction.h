@@ -25,9 +25,8 @@ struct ReductionTraits {
   bool has_later_messages = false;  ///< next_phase() or wait() issues further collectives
   bool starts_at_wait = false;      ///< start() sends nothing
   bool runs_user_code = false;      ///< start() may fail on one rank only
-  bool fails_together = false;  ///< such a failure is a CommunicationError: Note [Hooks that fail]
-  bool shares_memory = false;   ///< sums in memory shared by the ranks of one host: see HostBackend
-  bool across_hosts = false;    ///< sums that way within each host first, then across hosts
+  bool shares_memory = false;  ///< sums in memory shared by the ranks of one host: see HostBackend
+  bool across_hosts = false;   ///< sums that way within each host first, then across hosts
 };
 
 /// The reduction of one bucket of a plan, reused in every backward:

@@ -16,7 +16,6 @@ void StepReporter::backward_began() {
   ++context_.backward_number;
   exchange_.drop();
   finite.backward_began();
-  failed_ = hook_failed = false;
 }
 
 void StepReporter::backward_ended() {
@@ -42,11 +41,9 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   return report;
 }
 
-StepReport StepReporter::failure() {
-  failed_ = true;
+StepReport StepReporter::failure() const {
   StepReport failure = report(ReasonToLeave::kNone);
   failure.failed = true;
-  failure.hook_failed = hook_failed;
   return failure;
 }
 
@@ -80,17 +77,11 @@ const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
   return context_.monitor.open([&]() -> const StepTable& { return exchange_.receive(meanwhile); });
 }
 
-const StepTable* StepReporter::look_back() {
-  if (!std::exchange(failed_, false) || !exchange_.sent()) return nullptr;
-  return &receive();
-}
-
 void StepReporter::refuse(const StepTable& table) {
   const std::string why = table.why_refused(names());
   if (why.empty()) return;
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
-  if (table.any_failed() && context_.options.skip_failed_steps && !table.hooks_apart())
-    throw StepSkipped();
+  if (table.any_failed() && context_.options.skip_failed_steps) throw StepSkipped();
   throw RankMismatch(context_.me() + why + note_on_ranks(*context_.members.control()));
 }
 

@@ -27,7 +27,8 @@ struct StepSkipped {};
 class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
-      : timer(context),
+      : tracker(context.options.steps_reported),
+        timer(context),
         replicas(context),
         context_(context),
         exchange_(context.members, context.parameters.size()) {}
@@ -41,7 +42,6 @@ class StepReporter {
   FiniteCheck finite;           ///< with the option check_finite
   bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
   bool without_data = false;    ///< under join(): this rank follows the others
-  bool hook_failed = false;     ///< the communication hook of this rank threw in this backward
   std::vector<bool> trainable;  ///< by parameter, when this backward began
 
   void backward_began();
@@ -50,7 +50,7 @@ class StepReporter {
   /// The report of a backward without an exception.
   StepReport report(ReasonToLeave left) const;
   /// The report of a backward that an exception has ended.
-  StepReport failure();
+  StepReport failure() const;
   /// Writes the row into the tail of a bucket, see ReportExchange.
   void write(const StepReport& report, const std::vector<uint8_t>& used, const at::Tensor& tail);
   /// Sends a row, unless the last bucket of `behind` carries it. `behind` is the plan by which
@@ -61,9 +61,6 @@ class StepReporter {
   const StepTable& receive(const std::function<void()>& meanwhile = {});
   /// For reports that are not read: see ReportExchange.
   void order() const { exchange_.order(); }
-  /// Call it before the next backward. If this rank failed in the last backward, returns the rows
-  /// of that backward; else null. Blocks the host.
-  const StepTable* look_back();
   void drop() { exchange_.drop(); }
 
   /// Throws RankMismatch or StepSkipped on every rank if this backward is invalid.
@@ -88,7 +85,6 @@ class StepReporter {
 
   ReducerContext& context_;
   mutable ReportExchange exchange_;
-  bool failed_ = false;      ///< in the last backward
   int64_t differences_ = 0;  ///< differences for which the rows were not sufficient
 };
 

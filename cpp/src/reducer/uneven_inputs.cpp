@@ -101,25 +101,14 @@ JoinEvent UnevenInputs::exchange(const JoinEvent* mine) {
   return event;
 }
 
-int64_t UnevenInputs::last_with_data(bool followed, int64_t states) {
+int64_t UnevenInputs::last_with_data(bool followed) {
   const Monitor::Change change(context_.monitor);
   const Membership& members = context_.members;
-  const std::vector<int64_t> mine{followed ? members.size : members.rank, followed ? -1 : 0, states,
-                                  -states};
+  const std::vector<int64_t> mine{followed ? members.size : members.rank, followed ? -1 : 0};
   const at::Tensor least = context_.monitor.open([&] {
     return members.all_reduce("end of join()", at::tensor(mine, at::kLong), c10d::ReduceOp::MIN)
         .wait();
   });
-  const int64_t fewest = least[2].item<int64_t>();
-  const int64_t most = -least[3].item<int64_t>();
-  if (fewest != most) {
-    throw RankMismatch(
-        context_.me() + "at the end of join() this rank has " + std::to_string(states) +
-        " loss scalers to copy, and other ranks have between " + std::to_string(fewest) + " and " +
-        std::to_string(most) +
-        ": pass the same number to join(scalers=...) on every rank, and call amp.initialize() on "
-        "all ranks or on none");
-  }
   return least[1].item<int64_t>() == 0 ? -1 : least[0].item<int64_t>();
 }
 

@@ -50,9 +50,7 @@ class UnevenInputs {
 
   /// A rank that had data until the end, the same on every rank; -1 if all had. Collective.
   /// @param followed  whether this rank has followed the announcements of others.
-  /// @param states    number of states that this rank takes over from that rank. Every rank throws
-  /// RankMismatch if the numbers differ.
-  int64_t last_with_data(bool followed, int64_t states);
+  int64_t last_with_data(bool followed);
 
  private:
   JoinEvent exchange(const JoinEvent* mine);

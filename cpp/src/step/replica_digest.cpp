@@ -9,7 +9,7 @@
 #include <ATen/Functions.h>
 
 #include "fingerprint.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel {
 

@@ -33,11 +33,11 @@ int64_t pack(int32_t high, int32_t low) {
                               static_cast<uint32_t>(low));
 }
 
-constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::hook_failed,
-                                               &StepReport::skips, &StepReport::without_data,
-                                               &StepReport::compared};
+constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::skips,
+                                               &StepReport::without_data, &StepReport::compared};
 constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::idle_step, &StepFacts::updated,
-                                            &StepFacts::updated_locally};
+                                            &StepFacts::updated_locally,
+                                            &StepFacts::stepped_locally};
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
 
@@ -63,7 +63,7 @@ struct Question {
 const Question kAsked[] = {
     {&StepFacts::idle_step, "stepped an optimizer twice without a backward in between"},
     {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
-    {&StepFacts::updated_locally,
+    {&StepFacts::stepped_locally,
      "updated the parameters after a backward without synchronization"},
 };
 
@@ -81,8 +81,12 @@ constexpr double kSameDistance = 1.2;
 
 bool tells_moved(const StepFacts& facts) { return facts.moved > 0 && std::isfinite(facts.moved); }
 
+/// The shortest distance; 0 if distances are not compared.
 double shortest_of(const std::vector<StepReport>& ranks) {
   double shortest = 0;
+  for (const StepReport& one : ranks) {
+    if (one.compared && one.facts.updated_locally) return 0;
+  }
   for (const StepReport& one : ranks) {
     if (one.compared && tells_moved(one.facts) && (shortest == 0 || one.facts.moved < shortest))
       shortest = one.facts.moved;
@@ -91,7 +95,7 @@ double shortest_of(const std::vector<StepReport>& ranks) {
 }
 
 bool moved_further(const StepFacts& facts, double shortest) {
-  return tells_moved(facts) && facts.moved > kSameDistance * shortest;
+  return shortest > 0 && tells_moved(facts) && facts.moved > kSameDistance * shortest;
 }
 
 /// The ranks for whose report `holds` is true, as "rank 0, rank 2".
@@ -249,12 +253,6 @@ bool StepTable::same_settings() const {
   return true;
 }
 
-bool StepTable::hooks_apart() const {
-  const std::vector<StepReport>& ranks = reports_;
-  return any(ranks, [](const StepReport& one) { return one.hook_failed; }) &&
-         any(ranks, [](const StepReport& one) { return !one.hook_failed; });
-}
-
 /// Describes ranks that have frozen parameters that others train; empty if there are none.
 std::string StepTable::describe_sets(const Names& names) const {
   const std::vector<bool> first = trainable_set();
@@ -331,14 +329,17 @@ StepTable::Difference StepTable::difference() const {
               ranks.end());
   if (ranks.size() < 2) return Difference::kNone;
   const StepFacts& first = ranks.front().facts;
-  if (any(ranks, [&](const StepReport& one) { return one.facts.idle_step != first.idle_step; }))
-    return Difference::kCertain;
+  const auto differ = [&](bool StepFacts::* fact) {
+    return any(ranks, [&](const StepReport& one) { return one.facts.*fact != first.*fact; });
+  };
+  if (differ(&StepFacts::idle_step)) return Difference::kCertain;
+  const bool local = any(ranks, [](const StepReport& one) { return one.facts.updated_locally; });
   const double shortest = shortest_of(ranks);
-  const bool differ = any(ranks, [&](const StepReport& one) {
-    return one.facts.updated != first.updated ||
-           one.facts.updated_locally != first.updated_locally || moved_further(one.facts, shortest);
-  });
-  if (!differ) return Difference::kNone;
+  const bool further =
+      any(ranks, [&](const StepReport& one) { return moved_further(one.facts, shortest); });
+  if (!differ(&StepFacts::stepped_locally) && !further && (local || !differ(&StepFacts::updated))) {
+    return Difference::kNone;
+  }
   const bool sampled = !any(ranks, [](const StepReport& one) { return one.facts.sample == 0; });
   const bool apart =
       any(ranks, [&](const StepReport& one) { return one.facts.sample != first.sample; });

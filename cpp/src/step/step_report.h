@@ -42,16 +42,21 @@ namespace apex::parallel {
 // backwards can:
 //
 // - an optimizer stepped twice without a backward in between;
-// - parameters that were updated, or not, since the last synchronized backward;
-// - parameters that were updated after a backward that was not synchronized;
-// - parameters that moved further than on other ranks, where the steps of optimizers are not
-//   reported: see Note [Writes that bump no version].
+// - an optimizer stepped after a backward that was not synchronized;
+// - parameters were updated, or not, since the last synchronized backward;
+// - parameters moved further than on other ranks, where the steps of optimizers are not reported:
+//   see Note [Writes that bump no version].
 //
-// Ranks that differ in the first item are out of step. A difference in only the last three may be
+// Ranks that differ in the first item are out of step. A difference in only the others may be
 // harmless (with a sharded optimizer, ranks receive by broadcast what one rank steps). Then ranks
 // are out of step if their parameters differ. Every row has a few parameter elements of its rank
 // for this comparison. A separate exchange compares all elements after the first differences. The
 // more differences were harmless, the less often it runs.
+//
+// A program may write parameters from gradients of one rank, and undo that later, as
+// sharpness-aware minimization does. So if any rank has written parameters after a backward that
+// was not synchronized, and no optimizer has reported that as its step, neither updates nor
+// distances are compared.
 //
 // Forwards are not compared. An additional forward (to draw the graph, to evaluate, or to retry
 // after an exception) changes no parameter and no gradient. The reducer also does not notice if a
@@ -75,6 +80,7 @@ struct StepFacts {
   bool idle_step = false;        ///< an optimizer stepped twice without a backward in between
   bool updated = false;          ///< parameters were updated
   bool updated_locally = false;  ///< they were, after a backward that was not synchronized
+  bool stepped_locally = false;  ///< an optimizer did that
   double moved = 0;              ///< distance that sampled elements have moved; 0: unknown
   int64_t sample = 0;            ///< fingerprint of the sampled elements; 0: unknown
 };
@@ -83,7 +89,6 @@ struct StepFacts {
 struct StepReport {
   int64_t backward = 0;       ///< number of this synchronized backward, from 1
   bool failed = false;        ///< an exception ended it: the rank sent zeros for the rest
-  bool hook_failed = false;   ///< the exception came from its communication hook
   bool skips = false;         ///< skip_step(): no rank may use a gradient of this backward
   bool without_data = false;  ///< under join(): the rank follows the others
   bool compared = true;       ///< `facts` are compared
@@ -129,9 +134,6 @@ class StepTable {
   bool all_left() const;  ///< of the ranks with data
   bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;
-  /// Whether the communication hook failed on some ranks but not on all. Then the messages of hooks
-  /// no longer match.
-  bool hooks_apart() const;
 
   /// Why this backward is invalid, in the same sentence on every rank; empty if it is valid.
   std::string why_refused(const Names& names) const;

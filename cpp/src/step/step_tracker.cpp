@@ -15,8 +15,7 @@ void StepTracker::sample(int64_t plan, const std::vector<at::Tensor>& parameters
   sample_.watch(parameters);
 }
 
-void StepTracker::optimizer_stepped(int64_t optimizer, bool all) {
-  all_reported_ = all_reported_ || all;
+void StepTracker::optimizer_stepped(int64_t optimizer) {
   idle_step_ = !stepped_.insert(optimizer).second || idle_step_;
   any_step_ = true;
   step_after_local_ = step_after_local_ || local_;
@@ -27,11 +26,13 @@ void StepTracker::backward_began(bool changed, bool touched_changed) {
   if (rebased_) changed = touched_changed = false;
   facts_.idle_step = idle_step_;
   facts_.updated = (any_step_ && !skipped_) || changed || before_local_.any || last.any;
-  facts_.updated_locally = step_after_local_ || touched_changed || (local_ && last.any);
+  const bool written_locally = touched_changed || (local_ && last.any);
+  facts_.updated_locally = step_after_local_ || written_locally;
+  facts_.stepped_locally = step_after_local_ || (written_locally && !all_reported_);
   const double moved = before_local_.distance + last.distance;
   facts_.moved = sample_.empty() || all_reported_ ? 0 : moved;
   facts_.sample = sample_.fingerprint();
-  any_step_ = local_ = step_after_local_ = idle_step_ = all_reported_ = rebased_ = skipped_ = false;
+  any_step_ = local_ = step_after_local_ = idle_step_ = rebased_ = skipped_ = false;
   before_local_ = {};
   stepped_.clear();  // even if no gradient of this rank follows
 }

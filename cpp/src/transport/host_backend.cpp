@@ -20,7 +20,7 @@
 #include "comm/host_hierarchy.h"
 #include "comm/host_topology.h"
 #include "comm/named_collective.h"
-#include "tensor_parts.h"
+#include "tensor_memory.h"
 #include "torch_version.h"
 #include "transport/backend_work.h"
 #include "watch/process_state.h"

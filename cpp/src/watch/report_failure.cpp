@@ -23,9 +23,7 @@ bool collect(const WatchedGroupPtr& group, const std::string& what, Findings& fi
   const auto began = Clock::now();
   auto until = began + group->patience, seen_at = began;
   Proof seen = look_around(*group), proven;
-  const auto report = [&] {
-    group->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, seen}; });
-  };
+  const auto report = [&] { group->report({what, seen}); };
   report();  // first, since other ranks may be waiting for this rank
   if (!group->knows_processes()) read_processes(group);
   const auto following = group->board->follow(timing::while_collecting(group->size));

@@ -9,12 +9,11 @@
 
 namespace apex::parallel {
 
-std::shared_future<void> StatusBoard::post(int rank, const std::string& group,
-                                           const RankStatus& status) {
-  return store_->post([key = key_, author = std::to_string(rank) + ' ' + group,
-                       text = status.encode()](c10d::Store& store) {
-    NoticeBoard(key(store)).post(store, author, text);
-  });
+std::shared_future<void> StatusBoard::post(int rank, const RankStatus& status) {
+  return store_->post(
+      [key = key_, author = std::to_string(rank), text = status.encode()](c10d::Store& store) {
+        NoticeBoard(key(store)).post(store, author, text);
+      });
 }
 
 StatusBoard::Following StatusBoard::follow(std::chrono::milliseconds interval) {
@@ -45,8 +44,7 @@ void StatusBoard::look() {
       RankStatuses statuses;
       if (posts != seen_) {
         for (const auto& [author, text] : notices.read(store))
-          statuses[{std::atoi(author.c_str()), author.substr(author.find(' ') + 1)}] =
-              RankStatus::decode(text);
+          statuses[std::atoi(author.c_str())] = RankStatus::decode(text);
       }
       const std::lock_guard<std::mutex> lock(mutex_);
       if (posts != std::exchange(seen_, posts)) statuses_ = std::move(statuses);

@@ -29,7 +29,7 @@ class StatusBoard : public std::enable_shared_from_this<StatusBoard> {
       : store_(std::move(store)), key_(std::move(key)) {}
 
   /// Replaces the status of `rank`. For the future, see StoreClient::post().
-  std::shared_future<void> post(int rank, const std::string& group, const RankStatus& status);
+  std::shared_future<void> post(int rank, const RankStatus& status);
 
   /// While a Following lives, the board polls the store now and every `interval`. A poll takes one
   /// call unless there are new posts.

@@ -126,14 +126,10 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
   return "; these are ranks within the group, which consists of ranks " + list + " of the job";
 }
 
-Position WatchedGroup::position(bool in_hook) {
-  return {name, rank, size, calls.last_number(), in_hook, hooks_failed};
-}
-
-std::shared_future<void> WatchedGroup::report(const std::function<void(RankStatus&)>& change) {
+std::shared_future<void> WatchedGroup::report(RankStatus status) {
   const std::lock_guard<std::mutex> lock(mutex);
-  change(status);
-  return board->post(rank, name, status);
+  failure = std::move(status);
+  return board->post(rank, *failure);
 }
 
 bool WatchedGroup::knows_processes() {

@@ -47,9 +47,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::shared_ptr<StatusBoard> board;  ///< store and board are the parent's if there is one
   WatchedGroupPtr parent;              ///< another group over the same ranks, see watch_with()
   CallLog calls;
-  std::atomic<int64_t> exchanges{0};     ///< number of batch-norm exchanges
-  std::atomic<int64_t> hooks_failed{0};  ///< on all ranks; see Note [Hooks that fail]
-  std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
+  std::atomic<int64_t> exchanges{0};  ///< number of batch-norm exchanges
+  std::atomic<int> waits{0};          ///< waits that take longer than usual; began at:
   std::atomic<std::chrono::steady_clock::time_point> waits_since;
   std::atomic<bool> announced{false};  ///< counted as a reader of the reports: see leave_store()
   std::atomic<bool> stalled{false};    ///< `stall` is not empty
@@ -58,7 +57,7 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   std::atomic<bool> processes_read{false};
 
   std::mutex mutex;                      ///< guards what follows
-  RankStatus status;                     ///< this rank's status as posted
+  std::optional<RankStatus> failure;     ///< this rank's, as posted; only in root()
   std::map<int, ProcessName> processes;  ///< processes of other ranks; only in root()
   Launched launched;
   std::string stall;    ///< a printed verdict about this rank's last call
@@ -70,9 +69,8 @@ struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
   WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
   /// A name that no other group of this process has.
   const std::string& label() const { return name.empty() ? group_name : name; }
-  Position position(bool in_hook = false);
-  /// Changes this rank's status and posts it without waiting.
-  std::shared_future<void> report(const std::function<void(RankStatus&)>& change);
+  /// Posts a failure of this group, which is root(), without waiting.
+  std::shared_future<void> report(RankStatus status);
   bool knows_processes();
 
   /// A key of the store, the same on all ranks; used on the store's thread. The first call also

@@ -4,7 +4,6 @@
 #include <mutex>
 #include <utility>
 
-#include "plain_text.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -21,25 +20,10 @@ struct Wait::Comparison {
   std::string difference;
 };
 
-namespace {
-
-/// Shortened, since every waiting rank reads all posts. A traceback has the message at its end,
-/// other texts at their beginning.
-std::string shortened(const std::string& cause) {
-  constexpr size_t kBegin = 150, kEnd = 450;
-  if (cause.size() <= kBegin + kEnd) return cause;
-  return cause.substr(0, character_before(cause, kBegin)) + " ... " +
-         cause.substr(character_before(cause, cause.size() - kEnd));
-}
-
-}  // namespace
-
 struct Wait::State {
-  State(const WatchedGroupPtr& known, bool in_hook)
-      : group(known), at(known->position(in_hook)), stall(known) {}
+  explicit State(const WatchedGroupPtr& known) : group(known), stall(known) {}
 
   const WatchedGroupPtr group;
-  const Position at;
   const Clock::time_point began = Clock::now();
   const StatusBoard::Following following = group->board->follow(timing::between_looks(group->size));
   StallWatch stall;
@@ -50,9 +34,9 @@ struct Wait::State {
   std::shared_ptr<Comparison> comparison = std::make_shared<Comparison>();
 };
 
-Wait::Wait(const c10d::ProcessGroup& group, Where where) {
+Wait::Wait(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr known = find_watched(group);
-  if (known) state_ = std::make_unique<State>(known, where == kInHook);
+  if (known) state_ = std::make_unique<State>(known);
 }
 
 Wait::~Wait() {
@@ -69,9 +53,8 @@ Verdict Wait::poll() {
   State& state = *state_;
   // The copy in memory may be from an earlier wait.
   if (state.group->board->answered_since(state.began)) {
-    Verdict verdict =
-        state.group->board->read([&](const RankStatuses& all) { return judge(all, state.at); });
-    if (verdict.kind != Verdict::kOk) return verdict;
+    if (state.group->board->read([](const RankStatuses& all) { return !all.empty(); }))
+      return {Verdict::kFailed, {}};
   }
   {
     const std::lock_guard<std::mutex> lock(state.comparison->mutex);
@@ -154,68 +137,19 @@ bool has_failed(const c10d::ProcessGroup& group) noexcept {
   if (!one) return false;
   const WatchedGroupPtr root = one->root();
   const std::lock_guard<std::mutex> lock(root->mutex);
-  return root->status.failure.has_value();
+  return root->failure.has_value();
 }
 
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
   const WatchedGroupPtr one = watched(group);
   if (!one) return;
   const WatchedGroupPtr root = one->root();
-  root->report([&](RankStatus& status) { status.failure = RankStatus::Failure{what, {}}; })
-      .wait_until(Clock::now() + root->patience);
+  root->report({what, {}}).wait_until(Clock::now() + root->patience);
   // It knows the cause, so rank 0 need not wait until it has read the reports.
   if (root->announced.exchange(true)) return;
   root->store->post([root](c10d::Store& store) { store.add(root->key(store, "left"), 1); });
 } catch (...) {
   // The other ranks wait until their timeout.
-}
-
-bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, bool begun,
-                        std::chrono::milliseconds timeout, const std::function<bool()>& meanwhile) {
-  std::vector<WatchedGroupPtr> all;
-  std::vector<StatusBoard::Following> following;
-  for (const GroupPtr& one : groups) {
-    all.push_back(watched(*one));
-    if (!all.back()) return false;
-    following.push_back(all.back()->board->follow(timing::while_collecting(all.back()->size)));
-    const int64_t position = 2 * all.back()->calls.last_number() + (one == group ? 0 : 1);
-    all.back()->report([&](RankStatus& status) {
-      status.hook =
-          RankStatus::Hook{all.back()->hooks_failed, position, begun, what, shortened(cause)};
-    });
-  }
-  const auto give_up = [&] {
-    for (const GroupPtr& one : groups) announce_failure(*one, what);
-  };
-  // A hook whose collective has failed may already have waited for a lost rank until the timeout.
-  // If every rank's hook has failed with its own error, the other reports arrive soon.
-  const auto began = Clock::now();
-  const auto until = began + (begun ? all.front()->patience : timeout);
-  try {
-    for (bool last = false;;) {
-      bool apart = false, alike = false;
-      for (const WatchedGroupPtr& one : all) {
-        if (!one->board->answered_since(began)) continue;  // else from an earlier failure
-        const auto answer = one->board->read(
-            [&](const RankStatuses& statuses) { return hooks_alike(statuses, one->position()); });
-        apart = apart || (answer && !*answer);
-        alike = alike || (one == all.front() && answer && *answer);
-      }
-      if (!apart && alike) {
-        for (const WatchedGroupPtr& one : all) ++one->hooks_failed;
-        return true;
-      }
-      if (apart || last || Clock::now() >= until || !meanwhile()) break;
-      all.front()->board->wait_for_news(std::min(until, Clock::now() + timing::kLook));
-      last = !look_around(*all.front(), ProcessState::kEnded).empty();
-    }
-  } catch (...) {  // thrown by the interruption check
-    give_up();
-    throw;
-  }
-  give_up();
-  return false;
 }
 
 }  // namespace apex::parallel

@@ -44,19 +44,6 @@ namespace apex::parallel {
 // one has exited and neither the collective nor the store makes progress for two more seconds. The
 // processes that exited first are recorded, since later exits are ranks that have given up.
 
-// Note [Hooks that fail]
-//
-// If a rank's communication hook fails, the rank has not issued the collective for which the hooks
-// of other ranks may wait. Its next message over that communicator would be matched with that
-// collective. So it sends nothing, reports the call in which it failed through the store, and reads
-// the other ranks' reports:
-//
-// - If all hooks have failed in the same call, no rank waits, and all ranks can continue.
-// - A rank that waits for something after that call, or for the hook in it, sees the report, gives
-//   up, and reports that. The ranks' messages then do not match any more.
-//
-// A rank that waits for something before that call keeps waiting, because that will arrive.
-
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 struct WatchedGroup;
 
@@ -68,11 +55,7 @@ APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& wha
 /// Scope of a wait in this rank's last call of `group`. Used by one thread at a time.
 class Wait {
  public:
-  enum Where {
-    kInCall,
-    kInHook,  ///< in the hook of that call
-  };
-  explicit Wait(const c10d::ProcessGroup& group, Where where = kInCall);
+  explicit Wait(const c10d::ProcessGroup& group);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
@@ -108,19 +91,8 @@ bool others_wait(const c10d::ProcessGroup& group);
 /// The verdict that this rank has printed because its last call of `group` took long; else "".
 std::string stall_verdict(const c10d::ProcessGroup& group);
 
-/// Whether report_failure(), announce_failure() or hooks_failed_alike() has failed the group, the
-/// group that it was made from, or another one made from that on this rank.
+/// Whether report_failure() or announce_failure() has failed the group, the group that it was made
+/// from, or another one made from that on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
-
-/// For a rank whose communication hook has failed in `what`, the last call of `group`, which is one
-/// of the `groups` of a reducer. Reports the `cause` to the other ranks, and returns whether the
-/// hooks of all ranks have failed in this call. If not, the groups have failed. Blocks until the
-/// other ranks have reported, for at most the group's timeout. `meanwhile` is called from time to
-/// time and may throw. Requires receives_reports().
-///
-/// `begun`: the hook may have issued its collective. The wait for other ranks is then shorter.
-bool hooks_failed_alike(const std::vector<GroupPtr>& groups, const GroupPtr& group,
-                        const std::string& what, const std::string& cause, bool begun,
-                        std::chrono::milliseconds timeout, const std::function<bool()>& meanwhile);
 
 }  // namespace apex::parallel

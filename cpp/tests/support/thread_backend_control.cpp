@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -88,10 +89,10 @@ struct ThreadBackendControl::State {
   std::vector<std::vector<CollectiveRecord>> logs;
   std::vector<bool> left;
   std::map<uint64_t, std::shared_ptr<Collective>> collectives;
-  std::set<uint64_t> held, released, dropped;
-  Predicate hold_predicate;
+  std::set<uint64_t> held, released;
+  bool holds_all = false;
   std::map<uint64_t, std::string> failures;
-  std::map<std::pair<uint64_t, int>, std::string> rank_failures, issue_failures;
+  std::map<std::pair<uint64_t, int>, std::string> issue_failures;
   std::optional<std::string> aborted;
   std::vector<uint64_t> completed;
   std::deque<uint64_t> ready;
@@ -109,12 +110,8 @@ struct ThreadBackendControl::State {
     return slot;
   }
 
-  bool is_held(uint64_t seq, const Collective& collective) const {
-    if (released.count(seq)) {
-      return false;
-    }
-    const auto& record = collective.contributions[0].record;
-    return held.count(seq) || (hold_predicate && hold_predicate(record));
+  bool is_held(uint64_t seq) const {
+    return !released.count(seq) && (holds_all || held.count(seq));
   }
 
   // Schedules the collective if it has failed, or if all ranks have arrived and nothing holds it.
@@ -126,8 +123,7 @@ struct ThreadBackendControl::State {
     Collective& collective = *found->second;
     if (collective.error) {
       ready.push_back(seq);  // again for ranks that arrive late
-    } else if (!collective.scheduled && collective.arrived == world_size && !dropped.count(seq) &&
-               !is_held(seq, collective)) {
+    } else if (!collective.scheduled && collective.arrived == world_size && !is_held(seq)) {
       collective.scheduled = true;
       ready.push_back(seq);
     }
@@ -179,13 +175,6 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
     if (!error && state->failures.count(seq)) {
       error = state->failures.at(seq);
     }
-    std::vector<std::optional<std::string>> errors(state->world_size, error);
-    for (int rank = 0; rank < state->world_size; ++rank) {
-      const auto found = state->rank_failures.find({seq, rank});
-      if (!errors[rank] && found != state->rank_failures.end()) {
-        errors[rank] = found->second;
-      }
-    }
     // Taken out: a rank that arrives late at a failed collective is handled in a later turn.
     std::vector<c10::intrusive_ptr<ThreadWork>> works(state->world_size);
     works.swap(collective->works);
@@ -198,9 +187,6 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
       } catch (const std::exception& exception) {
         error = exception.what();
       }
-      if (error) {
-        errors.assign(errors.size(), error);
-      }
     }
     // A callback may query the control, so the collective counts as completed before callbacks run.
     lock.lock();
@@ -208,10 +194,8 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
       state->completed.push_back(seq);
     }
     lock.unlock();
-    for (size_t rank = 0; rank < works.size(); ++rank) {
-      if (works[rank]) {
-        works[rank]->complete(errors[rank] ? make_error(*errors[rank]) : nullptr);
-      }
+    for (const auto& work : works) {
+      if (work) work->complete(error ? make_error(*error) : nullptr);
     }
     lock.lock();
     collective->finished = true;
@@ -254,13 +238,9 @@ void ThreadBackendControl::hold(uint64_t seq) {
   state_->held.insert(seq);
 }
 
-void ThreadBackendControl::hold_if(Predicate predicate) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->hold_predicate = std::move(predicate);
-}
-
 void ThreadBackendControl::hold_all() {
-  hold_if([](const CollectiveRecord&) { return true; });
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->holds_all = true;
 }
 
 void ThreadBackendControl::release(uint64_t seq) {
@@ -273,17 +253,12 @@ void ThreadBackendControl::release(uint64_t seq) {
 void ThreadBackendControl::release_all() {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->held.clear();
-  state_->hold_predicate = nullptr;
+  state_->holds_all = false;
   for (const auto& entry : state_->collectives) {
     if (!entry.second->finished && !entry.second->error) {
       state_->schedule(entry.first);
     }
   }
-}
-
-void ThreadBackendControl::fail_on_rank(uint64_t seq, int rank, const std::string& message) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->rank_failures[{seq, rank}] = message;
 }
 
 void ThreadBackendControl::fail(uint64_t seq, const std::string& message) {
@@ -294,11 +269,6 @@ void ThreadBackendControl::fail(uint64_t seq, const std::string& message) {
 void ThreadBackendControl::fail_on_issue(uint64_t seq, int rank, const std::string& message) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->issue_failures[{seq, rank}] = message;
-}
-
-void ThreadBackendControl::drop(uint64_t seq) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->dropped.insert(seq);
 }
 
 void ThreadBackendControl::allocate_tensors(bool fails) {
@@ -435,7 +405,7 @@ std::string ThreadBackendControl::describe_pending(uint64_t seq) const {
   if (missing.tellp() > 0) {
     return missing.str();
   }
-  return state_->dropped.count(seq) ? "the test dropped it" : "the test holds it";
+  return "the test holds it";
 }
 
 }  // namespace apex::testing

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -53,8 +52,6 @@ class ThreadWork final : public c10d::Work {
 /// `seq` counts a rank's collectives on this group from 0.
 class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBackendControl> {
  public:
-  using Predicate = std::function<bool(const CollectiveRecord&)>;
-
   /// `timeout` applies to every wait().
   static std::shared_ptr<ThreadBackendControl> create(
       int world_size, std::chrono::milliseconds timeout = std::chrono::seconds(20));
@@ -69,8 +66,6 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
 
   /// Collective `seq` does not run before release(seq), even if every rank has issued it.
   void hold(uint64_t seq);
-  /// From now on holds every collective whose rank-0 record satisfies `predicate`.
-  void hold_if(Predicate predicate);
   /// Holds everything from now on.
   void hold_all();
   /// Runs collective `seq` once all ranks have issued it, whatever holds it. Releasing 1 before 0
@@ -81,15 +76,11 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
 
   // --- faults ---
 
-  /// wait() on collective `seq` throws `message` on `rank`; other ranks are not affected.
-  void fail_on_rank(uint64_t seq, int rank, const std::string& message);
   /// wait() on collective `seq` throws `message` on every rank; no tensor is changed.
   void fail(uint64_t seq, const std::string& message);
   /// The call that issues collective `seq` on `rank` throws `message`; wait() on the other ranks
   /// reports that.
   void fail_on_issue(uint64_t seq, int rank, const std::string& message);
-  /// Collective `seq` never completes: wait() throws after the timeout.
-  void drop(uint64_t seq);
   /// Every pending and every later collective fails with `message` on every rank.
   void abort(const std::string& message);
   /// `rank` will issue no more collectives: collectives that need it fail immediately.

@@ -16,7 +16,6 @@
 #include <support/test_seed.h>
 
 #include <apex/error.h>
-#include <apex/tensor_parts.h>
 
 namespace apex::parallel::detail {
 namespace {
@@ -155,25 +154,6 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
   }
 }
 
-TEST(BucketMessage, EveryMember_HasAPlaceOfItsOwnThatViewsOfShow) {
-  at::manual_seed(testing::fresh_seed());
-  for (const Setting& setting : every_setting()) {
-    Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
-    rank.set_random_gradients();
-    const auto gradients = rank.gradients();
-    rank.message.pack(rank.all(), 1.0);
-    const auto views = rank.message.views_of(rank.message.tensor());
-    ASSERT_EQ(views.size(), gradients.size());
-    int64_t elements = 0;
-    for (size_t i = 0; i < views.size(); ++i) {
-      EXPECT_TRUE(wide(views[i]).equal(wide(gradients[i]))) << setting.name() << ", " << i;
-      elements += gradients[i].numel() * (gradients[i].is_complex() ? 2 : 1);
-    }
-    EXPECT_EQ(rank.message.numel(), elements);
-    EXPECT_EQ(rank.message.tensor().numel(), elements);
-  }
-}
-
 // In half, a small gradient divided by the number of ranks underflows to zero, and a sum of large
 // ones overflows.
 TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
@@ -266,26 +246,6 @@ TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold)
   }
 }
 
-TEST(BucketMessage, GradientsThatAreViewsAlready_Packed_AreNotCopied) {
-  for (const bool views : {false, true}) {
-    Rank rank(Kind::kFlat, parameters_of(at::kFloat), Setting{at::kFloat, views, false}.options());
-    rank.set_random_gradients();
-    rank.message.pack(rank.all(), 1.0);
-    EXPECT_GE(rank.message.copied(), 5) << views;
-    rank.message.unpack(1.0, rank.all());
-    const auto before = rank.gradients();
-    rank.message.pack(rank.all(), 0.5);
-    // The empty member, and the one with gaps, take a copy of nothing or of little.
-    if (views) {
-      EXPECT_LE(rank.message.copied(), 1);
-    }
-    rank.message.unpack(1.0, rank.all());
-    for (size_t i = 0; i < before.size(); ++i) {
-      EXPECT_TRUE(rank.grad(i).equal(before[i] * 0.5)) << views << ", " << i;
-    }
-  }
-}
-
 // Note [Who may read a gradient's memory]: a gradient that this backward has created may be shared.
 // One that existed before is the caller's, who expects it to be written.
 TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfItWasThereBefore) {
@@ -338,42 +298,6 @@ TEST(BucketMessageInPlace, OnlyOwner_IsReducedWhereItLies) {
   }
 }
 
-// Hazard: the last backward's memory stays allocated until the bucket is packed again, so the next
-// forward and the next gradients cannot use it.
-TEST(BucketMessageInPlace, Unpacked_OnlyTheGradientHoldsItsMemory) {
-  for (const uint8_t used : {0, 1}) {
-    Rank rank(Kind::kInPlace, {at::zeros({5}).requires_grad_()});
-    if (used != 0) rank.grad(0) = at::full({5}, 3.0);
-    rank.message.pack({used}, 0.5);
-    rank.message.unpack(1.0, {0});
-    rank.message.settle({1});
-    ASSERT_TRUE(rank.grad(0).defined());
-    EXPECT_EQ(rank.grad(0).storage().use_count(), 1u) << static_cast<int>(used);
-  }
-}
-
-// Hazard: in a recorded backward all gradients exist when the first bucket is packed.
-TEST(BucketMessage, GradientsThatBecomeViews_Packed_HaveLetGoOfTheirMemory) {
-  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  for (const bool views : {false, true}) {
-    Rank rank(Kind::kFlat, {at::zeros({5}).requires_grad_(), at::zeros({2, 3}).requires_grad_()},
-              Setting{at::kFloat, views, false}.options());
-    rank.set_random_gradients();
-    const auto before = rank.gradients();
-    std::vector<Weak> memory;
-    for (size_t i = 0; i < 2; ++i) {
-      at::Storage storage = rank.grad(i).storage();
-      memory.emplace_back(
-          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
-    }
-    rank.message.pack(rank.all(), 0.5);
-    EXPECT_EQ(rank.message.copied(), 2);
-    for (const Weak& one : memory) EXPECT_EQ(one.expired(), views);
-    rank.message.unpack(1.0, rank.all(0));
-    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(rank.grad(i).equal(before[i] * 0.5)) << views;
-  }
-}
-
 // During accumulation the autograd engine still holds the incoming gradient; a third owner may read
 // it.
 TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
@@ -388,34 +312,6 @@ TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
       EXPECT_TRUE(reader.equal(at::full({3, 2}, 4.0)));
     }
     EXPECT_TRUE(rank.message.tensor().equal(at::full({6}, 2.0)));
-  }
-}
-
-TEST(BucketMessageInPlace, GradientOfAnotherForm_IsCopiedByItsValue) {
-  at::manual_seed(testing::fresh_seed());
-  const at::Tensor values = at::randn({4, 3}, at::kComplexDouble);
-  struct Case {
-    const char* name;
-    at::Tensor grad;
-  };
-  const Case cases[] = {
-      {"conjugated", at::conj(values.conj().resolve_conj())},
-      {"negated", at::_neg_view(-values)},
-      {"other strides", values.t().contiguous().t()},
-      {"gaps", at::cat({values, values}, 1).slice(1, 0, 3)},
-      {"sparse", values.to_sparse()},
-  };
-  for (const Case& one : cases) {
-    for (const bool views : {false, true}) {
-      Rank rank(Kind::kInPlace, {at::zeros({4, 3}, at::kComplexDouble).requires_grad_()},
-                Setting{at::kComplexDouble, views, false}.options());
-      rank.grad(0) = one.grad;
-      rank.message.pack({1}, 0.5);
-      EXPECT_EQ(rank.message.copied(), 1) << one.name;
-      rank.message.unpack(4.0, {0});
-      EXPECT_EQ(rank.grad(0).layout(), at::kStrided) << one.name;
-      EXPECT_TRUE(rank.grad(0).equal(values * 2)) << one.name << ", views " << views;
-    }
   }
 }
 
@@ -537,131 +433,6 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   EXPECT_FALSE(sparse.message.absent(false, false).defined());
 }
 
-// When memory is exhausted, no new buffer can be allocated, and the other ranks would wait.
-TEST(BucketMessage, AbsentWhileIdle_LiesInTheMessagesOwnBuffer_UnlessGradientsDo) {
-  at::manual_seed(testing::fresh_seed());
-  for (const Setting& setting : every_setting()) {
-    for (const bool cleared : {false, true}) {
-      Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
-      rank.set_random_gradients();
-      rank.message.pack(rank.all(), 1.0);
-      const void* const buffer = rank.message.tensor().const_data_ptr();
-      rank.message.unpack(1.0, rank.all(0));
-      if (cleared) {
-        for (size_t i = 0; i < rank.variables.size(); ++i) rank.grad(i) = at::Tensor();
-      }
-      const auto before = cleared ? std::vector<at::Tensor>() : rank.gradients();
-      const at::Tensor absent = rank.message.absent(/*poison=*/true, /*idle=*/true);
-      // In low precision the views are in another buffer than the float32 sums.
-      const bool in_use = !cleared && setting.views &&
-                          rank.grad(0).scalar_type() == setting.dtype &&
-                          c10::toRealValueType(setting.dtype) == rank.message.dtype();
-      EXPECT_EQ(absent.const_data_ptr() == buffer, !in_use) << setting.name();
-      EXPECT_TRUE(absent.isnan().all().item<bool>());
-      for (size_t i = 0; i < before.size(); ++i) {
-        EXPECT_TRUE(rank.grad(i).equal(before[i])) << setting.name() << ", member " << i;
-      }
-    }
-  }
-}
-
-TEST(BucketMessage, AssignedResult_OfAnyDtypeAndShape_IsUnpacked) {
-  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-    Rank rank(kind, {at::zeros({2, 3}).requires_grad_()});
-    rank.grad(0) = at::ones({2, 3});
-    rank.message.pack({1}, 1.0);
-    rank.message.assign(at::arange(6, at::kDouble).view({3, 2}));
-    rank.message.assign(rank.message.tensor().view({-1}));  // the same values again
-    rank.message.unpack(2.0, {1});
-    EXPECT_TRUE(rank.grad(0).equal(at::arange(6, at::kFloat).view({2, 3}) * 2));
-  }
-}
-
-TEST(BucketMessage, AssignedResultOfAnotherSize_ThrowsWithBothSizes_AndNothingIsWritten) {
-  Rank rank(Kind::kFlat, {at::zeros({6}).requires_grad_()});
-  rank.grad(0) = at::ones({6});
-  rank.message.pack({1}, 1.0);
-  const at::Tensor before = rank.message.tensor().clone();
-  for (const int64_t numel : {0, 1, 5, 7}) {
-    try {
-      rank.message.assign(at::full({numel}, 9.0));
-      ADD_FAILURE() << numel;
-    } catch (const InvalidArgument& error) {
-      const std::string text = error.what();
-      EXPECT_NE(text.find("returned " + std::to_string(numel) + " elements"), std::string::npos);
-      EXPECT_NE(text.find("bucket of 6"), std::string::npos);
-    }
-    EXPECT_TRUE(rank.message.tensor().equal(before)) << numel;
-  }
-}
-
-TEST(BucketMessage, BufferFromElsewhere_LiesThere) {
-  std::vector<std::pair<int64_t, at::ScalarType>> asked;
-  at::Tensor given;
-  MessageOptions options;
-  options.allreduce_always_fp32 = true;
-  options.allocate = [&](int64_t numel, const at::TensorOptions& form) {
-    asked.emplace_back(numel, c10::typeMetaToScalarType(form.dtype()));
-    return given = at::zeros({numel}, form);
-  };
-  Rank rank(Kind::kFlat, {at::zeros({6}, at::kHalf).requires_grad_()}, options);
-  for (int step = 0; step < 2; ++step) {
-    rank.grad(0) = at::ones({6}, at::kHalf);
-    rank.message.pack({1}, 1.0);
-    EXPECT_EQ(rank.message.tensor().const_data_ptr(), given.const_data_ptr());
-    rank.message.unpack(1.0, {1});
-  }
-  const std::vector<std::pair<int64_t, at::ScalarType>> once{{6, at::kFloat}};
-  EXPECT_EQ(asked, once);
-}
-
-TEST(BucketMessageEarlyCopy, UnchangedGradient_IsNotCopiedAgain_AndMovesWithViews) {
-  for (const bool views : {false, true}) {
-    for (const double scale : {1.0, 0.25}) {
-      at::manual_seed(testing::fresh_seed());
-      Rank rank(Kind::kFlat, parameters_of(at::kFloat),
-                Setting{at::kFloat, views, false}.options());
-      rank.set_random_gradients();
-      const auto before = rank.gradients();
-      for (const size_t i : {0, 1}) {
-        rank.message.copy_early(i, scale);
-        EXPECT_EQ(rank.grad(i).defined(), !views);
-      }
-      rank.message.pack(rank.all(), scale);
-      EXPECT_EQ(rank.message.copied_early(), 2);
-      EXPECT_EQ(rank.message.copied(), static_cast<int64_t>(before.size()));
-      rank.message.unpack(2.0, rank.all(0));
-      for (size_t i = 0; i < before.size(); ++i) {
-        EXPECT_TRUE(rank.grad(i).equal(before[i] * scale * 2)) << views << ", " << i;
-      }
-    }
-  }
-}
-
-TEST(BucketMessageEarlyCopy, GradientOrScaleChangedSince_IsCopiedAgain) {
-  struct Change {
-    const char* name;
-    void (*change)(at::Tensor& grad);
-    double scale;
-  };
-  const Change changes[] = {
-      {"written in place", [](at::Tensor& grad) { grad.add_(1.0); }, 0.5},
-      {"replaced", [](at::Tensor& grad) { grad = at::full({3}, 4.0); }, 0.5},
-      {"another scale", [](at::Tensor& grad) { static_cast<void>(grad); }, 0.25},
-  };
-  for (const Change& change : changes) {
-    Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()});
-    rank.grad(0) = at::full({3}, 2.0);
-    rank.message.copy_early(0, 0.5);
-    change.change(rank.grad(0));
-    const at::Tensor expected = rank.grad(0) * change.scale;
-    rank.message.pack({1}, change.scale);
-    EXPECT_EQ(rank.message.copied_early(), 0) << change.name;
-    rank.message.unpack(1.0, {1});
-    EXPECT_TRUE(rank.grad(0).equal(expected)) << change.name;
-  }
-}
-
 // It arrives alone, since .grad was taken away, and must be scaled like the first one.
 TEST(BucketMessageEarlyCopy, FurtherGradientOfThisBackward_IsAddedScaled) {
   Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()},
@@ -674,35 +445,6 @@ TEST(BucketMessageEarlyCopy, FurtherGradientOfThisBackward_IsAddedScaled) {
   rank.message.pack({1}, 0.5);
   rank.message.unpack(1.0, {0});
   EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 8.0)));
-}
-
-TEST(BucketMessageEarlyCopy, WhatIsNotOnePass_IsLeftToPack) {
-  struct Case {
-    const char* name;
-    Kind kind;
-    Setting setting;
-    at::Tensor grad;
-  };
-  const Case cases[] = {
-      {"scaled half", Kind::kFlat, {at::kHalf, true, false}, at::full({4, 4}, 2.0, at::kHalf)},
-      {"half in float", Kind::kFlat, {at::kHalf, true, true}, at::full({4, 4}, 2.0, at::kHalf)},
-      {"other layout", Kind::kFlat, {at::kFloat, true, false}, at::full({4, 4}, 2.0).t()},
-      {"sparse", Kind::kFlat, {at::kFloat, true, false}, at::full({4, 4}, 2.0).to_sparse()},
-      {"in place", Kind::kInPlace, {at::kFloat, true, false}, at::full({4, 4}, 2.0)},
-      {"none", Kind::kFlat, {at::kFloat, true, false}, at::Tensor()},
-  };
-  for (const Case& one : cases) {
-    Rank rank(one.kind, {at::zeros({4, 4}, one.setting.dtype).requires_grad_()},
-              one.setting.options());
-    rank.grad(0) = one.grad;
-    rank.message.copy_early(0, 0.5);
-    EXPECT_TRUE(rank.grad(0).is_same(one.grad)) << one.name;
-    if (!one.grad.defined()) continue;
-    rank.message.pack({1}, 0.5);
-    EXPECT_EQ(rank.message.copied_early(), 0) << one.name;
-    rank.message.unpack(1.0, {0});
-    EXPECT_TRUE(rank.grad(0).eq(1.0).all().item<bool>()) << one.name;
-  }
 }
 
 // An abandoned collective may write to its memory at any time.
@@ -788,59 +530,6 @@ TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
       EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
     }
   }
-}
-
-/// A variable and a gradient made of two inner tensors each.
-struct InParts {
-  InParts() {
-    set_tensor_parts([this](const at::Tensor& tensor) {
-      return tensor.is_same(whole) ? parts : std::vector<at::Tensor>();
-    });
-  }
-  ~InParts() { set_tensor_parts({}); }
-
-  const at::Tensor whole = at::_efficientzerotensor({2, 2}, at::kFloat);
-  std::vector<at::Tensor> parts{at::full({2, 2}, 2.0), at::full({3}, 4.0)};
-};
-
-TEST(BucketMessage, GradientInParts_EveryPartIsAveragedWhereItIs) {
-  const InParts gradient;
-  const at::Tensor other = at::ones({2}).requires_grad_();
-  other.mutable_grad() = at::full({2}, 8.0);
-  EXPECT_TRUE(is_in_parts(gradient.whole, gradient.whole));
-  EXPECT_TRUE(may_be_in_parts(gradient.whole));
-  EXPECT_FALSE(is_in_parts(other.grad(), other));
-  const at::Tensor variable = gradient.whole;
-  variable.mutable_grad() = gradient.whole;
-  BucketMessage message(Kind::kFlat, {0, 1}, {variable, other}, at::kCPU, {}, {1, 0});
-  EXPECT_GE(message.numel(), 9);
-  message.pack({1, 1}, 0.5);
-  message.tensor().add_(1.0);
-  message.unpack(1.0, {1, 1});
-  EXPECT_TRUE(gradient.parts[0].eq(2.0).all().item<bool>());
-  EXPECT_TRUE(gradient.parts[1].eq(3.0).all().item<bool>());
-  EXPECT_TRUE(other.grad().eq(5.0).all().item<bool>());
-  variable.mutable_grad() = at::Tensor();  // breaks the cycle: it is its own gradient
-}
-
-TEST(BucketMessage, GradientOfAnotherForm_Packed_ThrowsAndSaysWhichParameter) {
-  const InParts two;
-  const auto form_error = [&](const at::Tensor& grad, uint8_t recorded) -> std::string {
-    const at::Tensor variable = two.whole;
-    variable.mutable_grad() = grad;
-    BucketMessage message(Kind::kFlat, {3}, {variable}, at::kCPU, {}, {recorded});
-    try {
-      message.pack({0, 0, 0, 1}, 1.0);
-    } catch (const GradientForm& error) {
-      EXPECT_EQ(error.parameter(), 3);
-      return error.what();
-    }
-    return "";
-  };
-  EXPECT_EQ(form_error(two.whole, 0), "is several tensors, but was recorded as one");
-  EXPECT_EQ(form_error(at::zeros({2, 2}), 1), "is one tensor, but was recorded as several");
-  EXPECT_EQ(form_error(at::zeros({2, 2}), 0), "");
-  two.whole.mutable_grad() = at::Tensor();
 }
 
 }  // namespace

@@ -365,7 +365,7 @@ TEST(CollectiveFuture, CompletedOrLate_Returns) {
   }
 }
 
-// The effect of a hook's error on the group depends on the other ranks' hooks.
+// The hook's reduction fails the group.
 TEST(CollectiveFuture, ErrorInTheFuture_Returns_FailureOfAnotherRank_Throws) {
   const auto group = make_stored_groups(2, "future's")[0];
   const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());

@@ -21,7 +21,6 @@
 
 #include <apex/error.h>
 #include <apex/parallel/reducer.h>
-#include <apex/tensor_parts.h>
 
 namespace apex::parallel {
 namespace {
@@ -265,30 +264,6 @@ TEST(BroadcastCoalesced, TensorWithGaps_NothingBetweenIsWritten) {
   });
 }
 
-/// A tensor without its own storage, represented by these inner tensors.
-struct WithParts {
-  explicit WithParts(std::vector<at::Tensor> of) : parts(std::move(of)) {
-    set_tensor_parts([this](const at::Tensor& tensor) {
-      return tensor.is_same(whole) ? parts : std::vector<at::Tensor>();
-    });
-  }
-  ~WithParts() { set_tensor_parts({}); }
-
-  const at::Tensor whole = at::_efficientzerotensor({2, 2}, at::kFloat);
-  const std::vector<at::Tensor> parts;
-};
-
-TEST(BroadcastCoalesced, TensorWithoutMemory_ItsPartsAreSent) {
-  const WithParts zero({at::full({3}, 1.0), at::full({2}, 7, at::kInt)});
-  run_ranks(2, [&](int rank, const Group& group) {
-    const std::vector<at::Tensor> mine{at::full({3}, rank + 2.0), at::full({2}, rank, at::kInt)};
-    broadcast_coalesced(rank == 0 ? std::vector<at::Tensor>{zero.whole} : mine, group);
-    if (rank == 0) return;
-    EXPECT_TRUE(mine[0].eq(1.0).all().item<bool>());
-    EXPECT_TRUE(mine[1].eq(7).all().item<bool>());
-  });
-}
-
 // copy_() refuses to write to expanded tensors.
 TEST(BroadcastCoalesced, ExpandedTensors_AreTheRootsAndStayExpanded) {
   run_ranks(2, [&](int rank, const Group& group) {
@@ -299,19 +274,6 @@ TEST(BroadcastCoalesced, ExpandedTensors_AreTheRootsAndStayExpanded) {
     EXPECT_TRUE(row.eq(2.0).all().item<bool>());
     EXPECT_TRUE(all.eq(1.0).all().item<bool>());
     EXPECT_EQ(row.strides(), (at::IntArrayRef{1, 0}));
-  });
-}
-
-TEST(AllReduceCoalesced, TensorWithoutMemory_CountsAsItsValues) {
-  run_ranks(2, [&](int rank, const Group& group) {
-    const at::Tensor ones = at::ones({2, 2}, at::kFloat);
-    const at::Tensor zeros = at::_efficientzerotensor({2, 2}, at::kFloat);
-    if (rank == 1) {
-      EXPECT_ANY_THROW(all_reduce_coalesced({zeros}, group, 1.0));  // cannot be written
-    } else {
-      all_reduce_coalesced({ones}, group, 1.0);
-      EXPECT_TRUE(ones.eq(1.0).all().item<bool>());
-    }
   });
 }
 
@@ -339,11 +301,6 @@ TEST(RequireSendable, ValuesThatCannotBeSent_ThrowsAndNamesTensorAndCause) {
                       {"empty", at::empty({0})},
                       {"expanded", values[0][0].expand({4})}},
                      "buffer", group);
-    const WithParts sparse({values.to_sparse()});
-    EXPECT_NE(text_of<InvalidArgument>([&] {
-                require_sendable({{"bad", sparse.whole}}, "parameter", group);
-              }).find("parameter 'bad' cannot be synchronized, since its layout is Sparse"),
-              std::string::npos);
   });
 }
 

@@ -105,11 +105,6 @@ TEST(MultiTensorCopy, EveryPathInOneList_EachTargetHasItsOwnSource) {
   }
 }
 
-TEST(MultiTensorCopy, NothingToCopy_DoesNothing) {
-  multi_tensor_copy({}, {});
-  multi_tensor_copy({at::zeros({0})}, {at::zeros({0}, at::kDouble)}, 2.0);
-}
-
 // Their memory holds other numbers than their values.
 TEST(MultiTensorCopy, ConjugatedAndNegated_CopyTheirValueAndNotTheirMemory) {
   at::manual_seed(testing::fresh_seed());
@@ -128,17 +123,6 @@ TEST(MultiTensorCopy, ConjugatedAndNegated_CopyTheirValueAndNotTheirMemory) {
     EXPECT_TRUE(base.equal(z.conj().resolve_conj() * scale));
     EXPECT_TRUE(opposite.equal(x * -scale));
     EXPECT_TRUE(at::allclose(targets[4].to(at::kComplexDouble), z.conj() * scale, 1e-6, 1e-6));
-  }
-}
-
-// Slots of a bucket are adjacent in one buffer.
-TEST(MultiTensorCopy, TargetsAreNeighboursInOneBuffer_NothingElseIsWritten) {
-  for (const at::ScalarType from : {at::kFloat, at::kDouble}) {
-    const at::Tensor buffer = at::full({10}, 9.0, at::kFloat);
-    multi_tensor_copy(
-        {buffer.narrow(0, 1, 3), buffer.narrow(0, 4, 2), buffer.narrow(0, 8, 1)},
-        {at::full({3}, 1.0, from), at::full({2}, 2.0, from), at::full({1}, 3.0, from)}, 2.0);
-    EXPECT_TRUE(buffer.equal(at::tensor({9., 2., 2., 2., 4., 4., 9., 9., 6., 9.}, at::kFloat)));
   }
 }
 
@@ -161,69 +145,6 @@ TEST(MultiTensorCopy, NoScale_NaNsKeepTheirBits) {
   const at::Tensor target = at::zeros({3});
   multi_tensor_copy({target}, {bits.view(at::kFloat)});
   EXPECT_TRUE(target.view(at::kInt).equal(bits));
-}
-
-TEST(CopyInOnePass, SameDtypeAndLayout_IsTakenAndRight_ElseTargetIsUntouched) {
-  struct Case {
-    const char* name;
-    at::Tensor target, source;
-    double scale;
-    bool taken;
-  };
-  const auto ones = [](at::ScalarType dtype) { return at::ones({2, 3, 2, 2}, dtype); };
-  const auto last = [&](at::ScalarType dtype) {
-    return ones(dtype).contiguous(at::MemoryFormat::ChannelsLast);
-  };
-  const Case cases[] = {
-      {"float", ones(at::kFloat), ones(at::kFloat), 0.5, true},
-      {"double", ones(at::kDouble), ones(at::kDouble), 0.5, true},
-      {"channels last", last(at::kFloat), last(at::kFloat), 0.5, true},
-      {"half, no scale", ones(at::kHalf), ones(at::kHalf), 1.0, true},
-      {"complex, no scale", ones(at::kComplexFloat), ones(at::kComplexFloat), 1.0, true},
-      {"half", ones(at::kHalf), ones(at::kHalf), 0.5, false},
-      {"complex", ones(at::kComplexFloat), ones(at::kComplexFloat), 0.5, false},
-      {"dtypes differ", ones(at::kFloat), ones(at::kDouble), 1.0, false},
-      {"layouts differ", ones(at::kFloat), last(at::kFloat), 1.0, false},
-      {"gaps", at::ones({2, 6})[0].slice(0, 0, 6, 2), at::ones({2, 6})[0].slice(0, 0, 6, 2), 1.0,
-       false},
-      {"negated", ones(at::kFloat), at::_neg_view(ones(at::kFloat)), 1.0, false},
-      {"into a conjugated one", at::conj(ones(at::kComplexFloat)), ones(at::kComplexFloat), 1.0,
-       false},
-  };
-  for (const Case& one : cases) {
-    one.target.fill_(5);
-    EXPECT_EQ(copy_in_one_pass(one.target, one.source, one.scale), one.taken) << one.name;
-    const double expected = one.taken ? one.scale : 5.0;
-    EXPECT_TRUE(one.target.eq(expected).all().item<bool>()) << one.name;
-  }
-}
-
-TEST(FlatAlias, OfADenseTensor_IsItsMemoryInOrder) {
-  const at::Tensor buffer = at::arange(24, at::kFloat);
-  const at::Tensor part = buffer.narrow(0, 4, 16);
-  const at::Tensor tensors[] = {part, part.view({4, 4}).t(),
-                                part.as_strided({1, 4, 2, 2}, {16, 1, 8, 4}, 4)};
-  for (const at::Tensor& tensor : tensors) {
-    EXPECT_TRUE(flat_alias(tensor).equal(part)) << tensor.strides();
-    EXPECT_EQ(flat_alias(tensor).const_data_ptr(), part.const_data_ptr());
-  }
-  const at::Tensor z = at::view_as_complex(buffer.view({3, 4, 2})).t();
-  const at::Tensor flat = flat_alias(z);
-  EXPECT_EQ(flat.scalar_type(), at::kFloat);
-  EXPECT_TRUE(flat.equal(buffer));
-  flat.fill_(1.0);
-  EXPECT_TRUE(z.eq(c10::complex<double>(1, 1)).all().item<bool>());
-  EXPECT_EQ(flat_alias(at::zeros({0, 3})).numel(), 0);
-}
-
-TEST(SameDenseLayout, ShapeStrideAndGaps_AllCount) {
-  const at::Tensor plain = at::zeros({4, 4});
-  EXPECT_TRUE(same_dense_layout(plain, at::zeros({4, 4}, at::kDouble)));
-  EXPECT_TRUE(same_dense_layout(plain.t(), at::zeros({4, 4}).t()));
-  EXPECT_FALSE(same_dense_layout(plain, plain.t()));
-  EXPECT_FALSE(same_dense_layout(plain, at::zeros({16})));
-  const at::Tensor gaps = at::zeros({4, 8}).slice(1, 0, 4);
-  EXPECT_FALSE(same_dense_layout(gaps, gaps));
 }
 
 }  // namespace

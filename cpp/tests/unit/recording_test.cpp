@@ -18,15 +18,13 @@ Recording agree(const std::vector<Recording>& ranks, const std::vector<uint8_t>&
 }
 
 TEST(Recording, RanksThatSawDifferentGradients_Agreed_HoldsTheMostOfAny) {
-  const Recording first{{{0, 2, false}, {0, 0, false}, {0, 0, false}}, {0}};
-  const Recording second{{{0, 1, false}, {1, 1, false}, {0, 0, true}}, {1, 0}};
+  const Recording first{{{0, 2}, {0, 0}, {0, 0}}, {0}};
+  const Recording second{{{0, 1}, {1, 1}, {0, 0}}, {1, 0}};
   const Recording agreed = agree({first, second}, {1, 1, 0});
   ASSERT_EQ(agreed.parameters.size(), 3u);
   EXPECT_EQ(agreed.parameters[1].sparse_dim, 1);
   EXPECT_EQ(agreed.parameters[0].fired, 2);
   EXPECT_EQ(agreed.parameters[1].fired, 1);
-  EXPECT_TRUE(agreed.parameters[2].in_parts);
-  EXPECT_FALSE(agreed.parameters[0].in_parts);
   EXPECT_EQ(agreed.ready_order, (std::vector<int64_t>{0, 1}));  // rank 0's, then the others'
 }
 

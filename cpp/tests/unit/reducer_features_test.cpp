@@ -459,7 +459,7 @@ TEST(ReducerCommHook, OtherDtypes_AreRefused) {
   run_ranks(1, [](int, const Group& group) {
     expect_throws<InvalidArgument>([&] { make_compress_hook(group, at::kFloat); },
                                    "float16 or bfloat16, got Float");
-    expect_throws<InvalidArgument>([&] { make_fp32_accumulate_hook({}, at::kHalf); },
+    expect_throws<InvalidArgument>([&] { make_compress_hook({}, at::kHalf); },
                                    "needs a process group");
   });
 }

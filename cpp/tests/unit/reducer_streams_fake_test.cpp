@@ -229,25 +229,20 @@ TEST_P(FakeDeviceReducer, SeveralGroupsInTurn_HaveNoRace) {
 }
 
 TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
-  for (const bool accumulates_wide : {false, true}) {
-    SCOPED_TRACE(accumulates_wide ? "fp32 accumulate" : "compress");
-    // One rank only: mirror images do not know another rank's share of the accumulated values.
-    for (const int world : {1, 2}) {
-      const Group group = fake::make_mirror_group(world, "wire");
-      Training training(3);
-      Reducer reducer(training.model.parameters, {group}, options_);
-      reducer.set_comm_hook(accumulates_wide ? parallel::make_fp32_accumulate_hook(group, at::kHalf)
-                                             : parallel::make_compress_hook(group, at::kHalf));
-      int64_t before = 0;
-      for (int step = 0; step < 3; ++step) {
-        training.backward(reducer, step);
-        if (!accumulates_wide || world == 1) training.expect_gradients(0.01);
-        training.optimizer_step();
-        if (step == 0) before = host_waits();
-      }
-      EXPECT_EQ(host_waits_since(before), Strings{});
-      EXPECT_GT(reducer.statistics().launched_in_backward, 0);
+  for (const int world : {1, 2}) {
+    const Group group = fake::make_mirror_group(world, "wire");
+    Training training(3);
+    Reducer reducer(training.model.parameters, {group}, options_);
+    reducer.set_comm_hook(parallel::make_compress_hook(group, at::kHalf));
+    int64_t before = 0;
+    for (int step = 0; step < 3; ++step) {
+      training.backward(reducer, step);
+      training.expect_gradients(0.01);
+      training.optimizer_step();
+      if (step == 0) before = host_waits();
     }
+    EXPECT_EQ(host_waits_since(before), Strings{});
+    EXPECT_GT(reducer.statistics().launched_in_backward, 0);
   }
 }
 
@@ -467,7 +462,7 @@ void fail_backward(
 }
 
 TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
-  for (const int hook : {0, 1, 2, 3}) {
+  for (const int hook : {0, 1, 3}) {
     SCOPED_TRACE(hook);
     Training training(3);
     Reducer reducer(training.model.parameters, {group_}, options_);
@@ -475,7 +470,6 @@ TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
                                            parallel::Cut::kEach);
     if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, reducer));
     if (hook == 1) reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
-    if (hook == 2) reducer.set_comm_hook(parallel::make_fp32_accumulate_hook(group_, at::kHalf));
     training.backward(reducer, 0);
     training.backward(reducer, 1);
     const int64_t launched = reducer.statistics().launched_in_backward;

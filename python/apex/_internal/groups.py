@@ -86,15 +86,6 @@ def backends_of(group: dist.ProcessGroup) -> str:
         return ""
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> Any:
-    """A value that is equal for groups over the same ranks: their ranks, or the group itself if it
-    is written in Python."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return group
-
-
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors on ``device``; empty if none does."""
     try:

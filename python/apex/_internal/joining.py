@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch.distributed as dist
+#: The row of the table of what is not served.
+WITH_AMP = "DistributedDataParallel.join() with master weights or a dynamic scale of amp"
 
 
 class Announcer(Protocol):
@@ -19,9 +20,6 @@ class Announcer(Protocol):
 
     def announce_batch_norm(self, module: Any) -> None:
         """Announce a synchronized batch norm that is about to run in training."""
-
-    def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
-        """Announce that a loss scaler is about to combine its overflow flags over `group`."""
 
 
 _current: Announcer | None = None

@@ -29,6 +29,9 @@ INSTEAD = {
         "use broadcast_buffers=True, or reduce module.buffers() with torch.distributed after "
         "backward, on every rank"
     ),
+    "DistributedDataParallel.join() with master weights or a dynamic scale of amp": (
+        "use torch.autocast, or level O1-bf16, which needs neither"
+    ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": (
         "use `with model.join():` around the loop"
     ),

@@ -159,11 +159,6 @@ def gets_master(parameter: torch.Tensor) -> bool:
     return ours and parameter.requires_grad and is_low_precision(parameter)
 
 
-def has_full_values(module: torch.nn.Module) -> bool:
-    """Whether the float32 value of any parameter of `module` is known."""
-    return any(parameter in _records for parameter in module.parameters())
-
-
 def set_full_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Use `value` as the float32 value of `tensor`, its rounding, on any number of ranks."""
     record = record_of(tensor)

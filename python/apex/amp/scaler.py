@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .._internal import joining
+from .._internal import joining, not_served
 from .._internal.group_names import name_of
 from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
 
@@ -28,7 +28,6 @@ def _warn_of_scales(rank: int, scales: list[float]) -> None:
     ranks: dict[float, list[str]] = {}
     for other, scale in enumerate(scales):
         ranks.setdefault(scale, []).append(str(other))
-    ranks.pop(0.0, None)
     which = "; ".join(
         f"{scale:g} on {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
         for scale, found in ranks.items()
@@ -218,9 +217,7 @@ class LossScaler:
             return 1
         return distributed.get_world_size(group)
 
-    def synchronize(
-        self, group: Any = None, has_loss: bool = True, device: torch.device | None = None
-    ) -> None:
+    def synchronize(self, group: Any = None) -> None:
         """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
 
         For a dynamic scaler, one all-reduce of two numbers per rank, for which the host waits. No
@@ -229,33 +226,24 @@ class LossScaler:
         the smallest one, a RuntimeWarning names the ranks, and the flag is set. The step is then
         skipped, because the average of the gradients is wrong. Every rank of the group must call
         this method.
-
-        Args:
-            group: see above.
-            has_loss: False if this rank has scaled no loss; it participates and keeps its scale.
-            device: that of the other ranks' losses, if this rank has none.
         """
         if self.ranks(group) < 2:
             return
         distributed = torch.distributed
         group = distributed.group.WORLD if group is None else group
-        join = joining.current()
-        if join is not None:
-            join.announce_overflow_flags(self, group)
+        if joining.current() is not None:
+            not_served.refuse(joining.WITH_AMP, RuntimeError)
         found, rank = self.found_inf(), distributed.get_rank(group)
-        # Each rank fills its own row and leaves the others zero. A scale is positive.
-        rows = torch.zeros(distributed.get_world_size(group), 2, device=device or found.device)
-        if has_loss:
-            rows[rank, :1].copy_(found)
-            rows[rank, 1].fill_(self._loss_scale)
+        # Each rank fills its own row and leaves the others zero.
+        rows = torch.zeros(distributed.get_world_size(group), 2, device=found.device)
+        rows[rank, :1].copy_(found)
+        rows[rank, 1].fill_(self._loss_scale)
         what = "all-reduce of the overflow flags and scales of a LossScaler"
         _core.all_reduce_coalesced([rows], name_of(group), 1.0, what)
-        if not has_loss:
-            return
         flags, scales = rows.t().tolist()
         self.clear_overflow_state()
         self._has_overflow = any(flags)
-        smallest = min(scale for scale in scales if scale)  # 0 marks a rank without a loss
+        smallest = min(scales)
         if smallest != max(scales):
             _warn_of_scales(rank, scales)
             self._loss_scale, self._has_overflow = smallest, True

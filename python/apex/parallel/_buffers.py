@@ -12,7 +12,6 @@ from torch import nn
 
 from apex import _core
 from apex._internal.group_names import name_of
-from apex._internal.tensor_parts import parts, with_memory
 
 # Note [Buffers that change]
 #
@@ -25,6 +24,9 @@ from apex._internal.tensor_parts import parts, with_memory
 # buffers with the sender's. A rank whose buffers differ raises and releases its engine's
 # connections, which ends backward on the other ranks. On devices other than the CPU, nothing is
 # compared, because the host would have to wait for the broadcast.
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class BuffersDiffer(RuntimeError):
@@ -46,14 +48,15 @@ def _kind(buffer: torch.Tensor) -> str:
         return " on meta"
     if buffer.layout != torch.strided:
         return f" {buffer.layout}"
-    if type(buffer) in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(buffer) in _PLAIN:
         freed = buffer.numel() > 0 and not buffer.untyped_storage().size()
         return " without memory" if freed else " quantized" if buffer.is_quantized else ""
-    try:
-        held = [f"{part.dtype} {list(part.shape)}" for part in parts(buffer)]
-    except ValueError:  # check() reports the reason
-        held = []
-    return f" {type(buffer).__name__}({', '.join(held)})"
+    return f" {type(buffer).__name__}"
+
+
+def _has_memory(buffer: torch.Tensor) -> bool:
+    """False for a wrapper subclass, which holds other tensors and is not synchronized."""
+    return type(buffer) in _PLAIN or buffer.data_ptr() != 0
 
 
 def check(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str]) -> None:
@@ -138,7 +141,7 @@ class Buffers:
 
 
 def synchronized(module: nn.Module, ignored: Container[str] = ()) -> list[torch.Tensor]:
-    """All buffers except those named in ``ignored``, in the same order on every rank.
+    """All buffers with memory, except those in ``ignored``, in the same order on every rank.
 
     Batch norm's running statistics are returned as ``.data``. Writing to them then does not
     invalidate tensors saved for a pending backward. Batch norm's own update does not either,
@@ -156,4 +159,4 @@ def synchronized(module: nn.Module, ignored: Container[str] = ()) -> list[torch.
             if buffer is None or id(buffer) in buffers or id(buffer) in left_out:
                 continue
             buffers[id(buffer)] = buffer.data if own else buffer
-    return with_memory(list(buffers.values()))
+    return [buffer for buffer in buffers.values() if _has_memory(buffer)]

@@ -110,6 +110,7 @@ class Engine:
         options.trigger_parameters = [i for i, name in enumerate(names) if name in triggers]
         options.init_sync = init_sync
         options.settings = self._settings()
+        options.steps_reported = True  # by torch's optimizer hooks
         groups = [name_of(group) for group in self.groups]
         reducer = _core.Reducer(names, watched.parameters, groups, options)
         reducer.synchronizing = self.reducer is None or self.reducer.synchronizing
@@ -123,10 +124,6 @@ class Engine:
         self.hooks.install(reducer, self.parameters)
         self._watched = watched
         return reducer
-
-    @property
-    def reducer_options(self) -> dict[str, Any]:
-        return self._options.reducer
 
     def connected(self) -> _core.Reducer:
         """The reducer. A copy creates its reducer here."""

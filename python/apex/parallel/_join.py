@@ -7,22 +7,16 @@ data announce each forward and backward to it by a small all-reduce.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex import _core
 from apex._core import JoinEvent
 from apex._core import JoinEventKind as Kind
-from apex._internal import joining
-from apex._internal.dtypes import is_low_precision
+from apex._internal import joining, not_served
 from apex._internal.group_names import name_of
-from apex._internal.groups import ranks_of
-from apex.amp._amp_state import _amp_state
-from apex.amp._full_values import full_value, has_full_values, set_full_value
+from apex.amp._full_values import gets_master
 from apex.parallel._engine import Engine
 from apex.parallel.syncbn_group import default_group_name
 
@@ -35,14 +29,11 @@ class Join:
         engine: Engine,
         divide_by_initial_world_size: bool,
         throw_on_early_termination: bool,
-        scalers: Sequence[Any],
     ) -> None:
         engine.connected()
         self._engine = engine
         self._divide_by_initial_world_size = divide_by_initial_world_size
         self._throws = throw_on_early_termination
-        self._scalers = list(scalers)
-        self._has_data = True
 
     def __enter__(self) -> Join:
         if joining.current() is not None or self._engine.join is not None:
@@ -50,6 +41,8 @@ class Join:
                 "join() was entered inside another join(): wrap modules that are trained together "
                 "in one DistributedDataParallel, or train them in separate loops."
             )
+        if any(map(gets_master, self._engine.module.parameters())):
+            not_served.refuse(joining.WITH_AMP, RuntimeError)
         self._reducer.begin_join(self._divide_by_initial_world_size)
         self._engine.join = self
         joining.set_current(self)
@@ -92,23 +85,6 @@ class Join:
             )
         self._reducer.announce(Kind.CUSTOM, 4 * module.num_features)
 
-    def announce_overflow_flags(self, scaler: Any, group: dist.ProcessGroup | None) -> None:
-        """Announce that a loss scaler is about to combine its overflow flags over `group`."""
-        if not self._has_data:
-            return
-        known = [index for index, one in enumerate(self._all_scalers()) if one is scaler]
-        if not known or ranks_of(group) != ranks_of(self._group):
-            raise RuntimeError(
-                "a dynamic loss scaler that combines its overflow flags under join() must come "
-                "from amp.initialize() or be passed to join(scalers=[...]), and use the ranks of "
-                "the wrapper's process group: ranks without data do not take part for any other "
-                "scaler."
-            )
-        self._reducer.announce(Kind.CUSTOM, -1 - known[0])
-
-    def _all_scalers(self) -> list[Any]:
-        return [*self._scalers, *_amp_state.loss_scalers]
-
     def _check(self, active: list[int]) -> None:
         if self._throws and len(active) < self._engine.world_size:
             ended = sorted(set(range(self._engine.world_size)) - set(active))
@@ -121,7 +97,7 @@ class Join:
     # --- after this rank has run out of data ---
 
     def _shadow_others(self) -> None:
-        shadowed = self._has_data = False
+        shadowed = False
         while True:
             event = self._reducer.await_event()
             if event.kind == Kind.END:
@@ -135,10 +111,6 @@ class Join:
         kind, argument = event.kind, event.argument
         if kind == Kind.FORWARD:
             self._shadow_forward(bool(argument), event.active[0])
-        elif kind == Kind.CUSTOM and argument < 0:  # the overflow flags of a loss scaler
-            scaler = self._all_scalers()[-1 - argument]
-            scaler.synchronize(scaler.overflow_group, False, self._engine.device)
-            scaler.clear_overflow_state()  # discard them: the scaler gets a state at the end
         elif kind == Kind.CUSTOM:
             _shadow_batch_norm(argument // 4, argument % 4, self._engine.device)
         elif kind == Kind.BACKWARD:
@@ -156,11 +128,10 @@ class Join:
             self._engine.sync_buffers(root)
 
     def _take_final_state(self, shadowed: bool) -> None:
-        """Copy parameters, buffers and scalers of a rank that trained to the end to the ranks that
-        did not."""
+        """Copy parameters and buffers of a rank that trained to the end to the ranks that did
+        not."""
         group = self._group
-        scalers = self._all_scalers()
-        root = self._reducer.last_with_data(shadowed, len(scalers))
+        root = self._reducer.last_with_data(shadowed)
         if root < 0:
             return
         device = self._engine.device
@@ -168,53 +139,9 @@ class Join:
         tensors = [tensor.detach() for _, tensor in named if tensor.layout == torch.strided]
         what = "broadcast of parameters and buffers at the end of join()"
         _core.broadcast_coalesced(tensors, name_of(group), root, what)
-        _take_full_values(self._engine.module, group, root, device, shadowed)
-        if scalers:
-            states = _broadcast_object(
-                [scaler.state_dict() for scaler in scalers],
-                *(group, root, device, "broadcast of loss scalers at the end of join()"),
-            )
-            if shadowed:
-                for scaler, state in zip(scalers, states, strict=True):
-                    scaler.load_state_dict(state)
         # No rank may continue, and possibly exit, before all have received the data.
         nothing = [torch.zeros(1, device=device)]
         _core.all_reduce_coalesced(nothing, name_of(group), 1.0, "end of join()")
-
-
-def _take_full_values(
-    module: torch.nn.Module,
-    group: dist.ProcessGroup,
-    root: int,
-    device: torch.device,
-    takes: bool,
-) -> None:
-    """Broadcast rank ``root``'s float32 values of low-precision parameters (master weights)."""
-    what = "broadcast of master weights at the end of join()"
-    # Not pickled, because the C++ wrapper sends it too.
-    there = torch.tensor([has_full_values(module)], dtype=torch.uint8, device=device)
-    _core.broadcast_coalesced([there], name_of(group), root, what)
-    if not there:
-        return
-    parameters = [parameter for parameter in module.parameters() if is_low_precision(parameter)]
-    values = [full_value(parameter) for parameter in parameters]
-    _core.broadcast_coalesced(values, name_of(group), root, what)
-    if takes:
-        for parameter, value in zip(parameters, values, strict=True):
-            set_full_value(parameter, value)
-
-
-def _broadcast_object(
-    value: Any, group: dist.ProcessGroup, root: int, device: torch.device, what: str
-) -> Any:
-    """The ``value`` of rank ``root``, which may be anything that can be pickled."""
-    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    size = torch.tensor([sent.numel()], device=device)
-    _core.broadcast_coalesced([size], name_of(group), root, what)
-    if sent.numel() != int(size):
-        sent = torch.empty(int(size), dtype=torch.uint8, device=device)
-    _core.broadcast_coalesced([sent], name_of(group), root, what)
-    return pickle.loads(bytes(sent.tolist()))
 
 
 def _shadow_batch_norm(length: int, kind: int, device: torch.device) -> None:
@@ -227,12 +154,11 @@ def _shadow_batch_norm(length: int, kind: int, device: torch.device) -> None:
         return
     empty = torch.empty(0, length, device=device)
     if kind == 0:
-        nothing = (None,) * 6
-        ops.sync_batch_norm(empty, *nothing, 0.1, 1e-5, False, False, group)
+        nothing = (None,) * 5
+        ops.sync_batch_norm(empty, *nothing, 0.1, 1e-5, group)
         return
     statistics = torch.ones(length, dtype=torch.float64, device=device)
     count = torch.ones(1, dtype=torch.int64, device=device)
     ops.sync_batch_norm_backward(
-        empty, empty, None, None, None, statistics, statistics, count, 1e-5, False, False,
-        [True, False, False, False], group,
-    )  # fmt: skip
+        empty, empty, None, statistics, statistics, count, [True, False, False], group
+    )

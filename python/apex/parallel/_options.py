@@ -88,9 +88,10 @@ def positive_message_size(message_size: Any) -> int:
             "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel by "
             "keyword."
         )
-    if not message_size > 0:
+    elements = float(message_size)
+    if not elements > 0:
         raise ValueError(f"message_size must be positive, got {message_size}.")
-    return max(1, int(min(message_size, sys.maxsize)))
+    return max(1, int(min(elements, sys.maxsize)))
 
 
 def _check_mebibytes(name: str, value: Any) -> None:

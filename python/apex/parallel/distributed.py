@@ -77,55 +77,38 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
     segments (reentrant or not). Backward may be called several times on one forward.
 
     Takes the arguments of NVIDIA Apex's class, in its order, then those of
-    ``torch.nn.parallel.DistributedDataParallel``, by keyword.
+    ``torch.nn.parallel.DistributedDataParallel``, by keyword. The guide explains each option:
+    ``docs/distributed_data_parallel.md``.
 
     Args:
         module: the module to train; available as ``.module``.
-        message_size: a bucket is launched when it holds this many elements. The default depends on
-            the device: 8 MiB on the CPU, this many elements elsewhere. With more than one bucket,
-            the first one then has 1 MiB.
+        message_size: elements of a bucket; by default this many, and 8 MiB on the CPU.
         delay_allreduce: launch everything at the end of backward, in one message per dtype.
         shared_param: refused; shared parameters need no option.
-        allreduce_trigger_params: parameters whose gradients launch the open buckets, instead of a
-            size. Parameters that replace them later under the same names also replace them here. A
-            frozen or removed parameter launches nothing. If none is left, sizes apply.
-        retain_allreduce_buffers: keep gradients as views of the buckets, which
-            ``allreduce_buffers`` then lists. The same as ``gradient_as_bucket_view``.
+        allreduce_trigger_params: parameters whose gradients launch the open buckets.
+        retain_allreduce_buffers: ``gradient_as_bucket_view``, and ``allreduce_buffers`` lists them.
         allreduce_always_fp32: sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams: number of communicators that buckets use in turn.
-        allreduce_communicators: ``(groups, streams)``, the communicators that buckets use in turn.
-            The streams are not used, because each communicator has its own.
-        gradient_average: divide the sum by the number of processes. ``"weighted"``: divide by the
-            sum of the weights of all processes, see :meth:`weight`. If ``gradient_average`` is not
-            True, gradients must be cleared between two synchronized backwards.
+        allreduce_communicators: ``(groups, streams)`` to use in turn; the streams are not used.
+        gradient_average: divide the sum by the number of processes, or ``"weighted"``: by the sum
+            of their weights, see :meth:`weight`.
         gradient_predivide_factor: multiply by 1/f before the sum and by f/world_size after it.
         gradient_average_split_factor: ignored, as in Apex.
         prof: emit a profiler range around the forward of the wrapper.
-        device_ids: ``[device]`` of this process. Inputs are moved there. Ignored for a module on
-            the CPU.
+        device_ids: ``[device]`` that inputs are moved to; ignored for a module on the CPU.
         output_device: move outputs there.
-        dim: no effect (a process drives one device).
-        broadcast_buffers: broadcast rank 0's buffers at construction and before each training
-            forward. Default False, as in Apex; the default of ``torch``'s class is True.
-        forward_sync_buffers: True is the same as ``broadcast_buffers=True``; False and None have no
+        dim, find_unused_parameters, delay_all_reduce_named_params, param_to_hook_all_reduce: no
             effect.
+        broadcast_buffers: broadcast rank 0's buffers before each training forward. Default False,
+            as in Apex; True in ``torch``.
+        forward_sync_buffers: True is the same as ``broadcast_buffers=True``.
         init_sync: broadcast rank 0's parameters at construction.
         process_group: the processes that take part; default all.
-        bucket_cap_mb: bucket size in MiB, instead of ``message_size``. The first bucket then has at
-            most 1 MiB, as in ``torch``.
-        find_unused_parameters: no effect (not needed).
-        check_reduction: after each backward, raise on every process if the processes are out of
-            step: some have run an additional backward, an unsynchronized backward or an optimizer
-            step that the others have not, so gradients of different steps were averaged. None, the
-            default, is True where the check is free: for parameters on the CPU. On other devices
-            the host waits for it.
-        gradient_as_bucket_view: leave gradients as views of the buckets, which saves a copy and
-            memory.
-        static_graph: promise that the set of parameters that get a gradient does not change after
-            the first backward.
-        delay_all_reduce_named_params: no effect on the result: these parameters are reduced with
-            the others.
-        param_to_hook_all_reduce: no effect, see ``delay_all_reduce_named_params``.
+        bucket_cap_mb: bucket size in MiB, instead of ``message_size``.
+        check_reduction: raise on every process if the processes are out of step. None, the default,
+            is True where the check is free: for parameters on the CPU.
+        gradient_as_bucket_view: leave gradients as views of the buckets.
+        static_graph: a promise that the set of parameters with a gradient does not change.
         mixed_precision: refused; use ``torch.autocast``.
         device_mesh: a one-dimensional mesh instead of ``process_group``.
         skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
@@ -135,13 +118,9 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             the size of each bucket, use :meth:`load_bucket_plan`.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
-        check_finite: after a backward in which any process contributed an infinity or a NaN, raise
-            on every process and name the first process and parameter. Costs a read of the
-            gradients; on a GPU, the host also waits.
+        check_finite: raise on every process after an infinity or a NaN in a gradient.
         on_failure: what the other processes do if an exception ends backward on one process:
-            ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`. With ``check_finite``, a
-            non-finite gradient counts as a failure of all processes. With ``"skip"``, the host
-            waits for a GPU in every backward.
+            ``"raise"``, or ``"skip"`` the step, see :meth:`skip_step`.
         replica_check_every: compare the trainable parameters of all processes bit for bit. Each
             synchronized backward compares a part, so that this many backwards compare all of them;
             0: never. None, the default, is 100 where the check is free: for parameters on the CPU,
@@ -150,9 +129,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             :class:`OverlappedOptimizer`.
         on_divergence: what to do if the parameters differ. ``"warn"`` writes to rank 0's standard
             error and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
-        registered_buffers: allocate the buckets from the backend's own memory, if it has any. NCCL
-            registers this memory with the communicator, and may then reduce without copying.
-            Without such memory, a warning is logged once and torch's memory is used.
+        registered_buffers: allocate the buckets from the backend's own memory, if it has any.
 
     Raises:
         RuntimeError: if there is no process group, or the processes hold different models.
@@ -577,10 +554,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         """Communicates gradients in a low-precision dtype, without calling Python.
 
         Args:
-            name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype. ``"fp16_fp32_sum"`` or
-                ``"bf16_fp32_sum"``: communicate in that dtype and sum in float32 (a reduce-scatter
-                by all-to-all, then an all-gather), so that the rounding error does not grow with
-                the number of processes.
+            name: ``"fp16"`` or ``"bf16"``: an all-reduce in that dtype.
 
         Register at most one hook, the same on every process. Gradients in ``.grad`` keep their
         dtype.
@@ -632,24 +606,19 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-        *,
-        scalers: Sequence[Any] = (),
     ) -> contextlib.AbstractContextManager[Any]:
         """``with ddp.join():`` around a training loop whose number of batches differs by process.
 
         A process that leaves the block early takes part in the remaining collectives of the others.
         It receives buffers in forwards, contributes zero gradients in backwards, and passes an
-        empty batch to SyncBatchNorm. When all have left, every process has the parameters, buffers
-        and loss scalers of a process that trained to the end. Optimizer states are not
-        synchronized.
+        empty batch to SyncBatchNorm. When all have left, every process has the parameters and
+        buffers of a process that trained to the end. Optimizer states are not synchronized.
 
         Args:
             divide_by_initial_world_size: divide gradients by the number of processes. False: divide
                 by the number of processes that still have data.
             enable: False disables it, for inputs that are known to be even.
             throw_on_early_termination: raise on every process as soon as one has run out of data.
-            scalers: loss scalers (``state_dict``, ``load_state_dict``) to synchronize at the end.
-                Scalers of ``apex.amp`` are always synchronized.
 
         Each forward and each backward is announced to the others by a small all-reduce, for which
         the host waits. In each step, all processes with data must run the same forwards and
@@ -657,12 +626,13 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         outside of checkpointed segments.
 
         Raises:
-            RuntimeError: if nested; with ``throw_on_early_termination``, as above; or if processes
-                with data run different forwards or backwards.
+            RuntimeError: if nested; with master weights or a dynamic scale of ``apex.amp``; with
+                ``throw_on_early_termination``, as above; or if processes with data run different
+                forwards or backwards.
         """
         if not enable:
             return contextlib.nullcontext()
-        return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination, scalers)
+        return Join(self._engine, divide_by_initial_world_size, throw_on_early_termination)
 
     # --- the plan ---
 
@@ -780,7 +750,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         report = self._reducer.straggler_report()
         ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
         return StragglerReport(**report, ranks=ranks)
-
 
     # --- copies: the engine and the groups belong to the process ---
 

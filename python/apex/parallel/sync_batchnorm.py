@@ -46,23 +46,24 @@ class SyncBatchNorm(_BatchNorm):
     Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
     ``[N, *, C]`` with ``channel_last``. The output has the input's shape, dtype and memory format;
     ``torch.channels_last`` input is not copied. Input dtype: float16, bfloat16, float32 or float64.
-    Parameters and running statistics may have any of these dtypes (float32 with 16-bit input is
-    usual) and any strides. Statistics are merged in float64. Elements are computed in float32, or
-    in float64 for float64 input.
+    Elements are computed in float32, or in float64 for float64 input. Between ranks, statistics are
+    merged in float64, and parameters and running statistics may have any of these dtypes and any
+    strides. Evaluation, and training of one rank on the CPU, are torch's own batch norm.
 
     Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as for every other
-    parameter, and DistributedDataParallel averages them. Higher derivatives are supported.
+    parameter, and DistributedDataParallel averages them. Higher derivatives are supported (of one
+    rank on the CPU only second ones, since torch's third derivative in training is wrong).
     Transforms of ``torch.func`` and forward-mode derivatives work in evaluation, and in training
-    on one rank.
+    of one rank on the CPU.
 
     Raises:
         ValueError: in training with one value per channel over all ranks (CUDA with a process
             group cannot check this without blocking the host, and does not update the running
-            statistics instead); for input with fewer than two dimensions or another number of
-            channels.
-        TypeError: for an input, parameter or running statistic of another dtype.
+            statistics instead); for input with fewer than two dimensions; between ranks, for
+            another number of channels (one rank raises torch's RuntimeError).
+        TypeError: between ranks, for an input, parameter or running statistic of another dtype.
         NotImplementedError: for a transform of ``torch.func`` or a forward-mode derivative in
-            training with several ranks.
+            training with several ranks or on CUDA.
     """
 
     #: The layer's name in the model, for errors; the same on all ranks.
@@ -113,29 +114,47 @@ class SyncBatchNorm(_BatchNorm):
         In training this is a collective. Every rank of the group must call it, in the same order as
         its other synchronized modules. Blocks the host on CPU and only the stream on CUDA.
         """
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            inferred: Tensor = torch.ops.apex.batch_norm_inference(
-                input, z, self.weight, self.bias, self.running_mean, self.running_var, self.eps,
-                self.channel_last, self.fuse_relu,
-            )  # fmt: skip
-            return inferred
-        group_name = ""
-        join = joining.current() if self.training else None
+        moved = self.channel_last and input.dim() > 2
+        x = input.movedim(-1, 1) if moved else input
+        group_name = self._group_name_in_training() if self.training else ""
+        y: Tensor
+        if group_name or (self.training and x.is_cuda):
+            update = self.track_running_stats
+            y = torch.ops.apex.sync_batch_norm(
+                x, self.weight, self.bias,
+                self.running_mean if update else None,
+                self.running_var if update else None,
+                self.num_batches_tracked if update else None,
+                self.momentum, self.eps, group_name, self._layer_name if group_name else "",
+            )[0]  # fmt: skip
+        else:
+            y = super().forward(x)
+        if moved:
+            y = y.movedim(1, -1)
+        if z is not None:
+            if z.shape != y.shape or z.dtype != y.dtype:
+                raise ValueError(
+                    f"SyncBatchNorm: z is {z.dtype} {list(z.shape)} but the input is {y.dtype} "
+                    f"{list(y.shape)}; z is added to the output, so its dtype and shape must be "
+                    "those of the input."
+                )
+            y = y + z
+        return y.relu() if self.fuse_relu else y
+
+    def _group_name_in_training(self) -> str:
+        """The name of the ranks' group; empty for one rank."""
+        join = joining.current()
         if join is not None:
             join.announce_batch_norm(self)
-        if self.training:
-            given = self._process_group_name
-            group_name = default_group_name() if given is None else given
-        update = self.training and self.track_running_stats
-        output: Tensor = torch.ops.apex.sync_batch_norm(
-            input, z, self.weight, self.bias,
-            self.running_mean if update else None,
-            self.running_var if update else None,
-            self.num_batches_tracked if update else None,
-            self.momentum, self.eps, self.channel_last, self.fuse_relu, group_name,
-            self._layer_name if group_name else "",
-        )[0]  # fmt: skip
-        return output
+        given = self._process_group_name
+        return default_group_name() if given is None else given
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"expected at least 2D input (got {input.dim()}D input): SyncBatchNorm takes "
+                "[N, C, *], or [N, *, C] with channel_last=True."
+            )
 
     def extra_repr(self) -> str:
         base: Any = super()

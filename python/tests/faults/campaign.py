@@ -344,7 +344,7 @@ def complaints(case: Case, rank: int, message: str) -> list[str]:
         named |= {int(number) for number in group.split(",")}
     # Ranks that are alive and have reported what they did.
     exception = re.search(r"ended by an exception on rank (\d+)", message) or re.search(
-        r"rank (\d+) reports that communication hook", message
+        r"rank (\d+) failed in communication hook", message
     )
     if exception:
         named.add(int(exception[1]))

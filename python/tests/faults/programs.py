@@ -159,7 +159,7 @@ def builtin_hook(run: Run) -> Step:
     if run.library != "apex":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     else:
-        ddp.register_builtin_comm_hook("bf16_fp32_sum")
+        ddp.register_builtin_comm_hook("bf16")
 
     def step() -> None:
         ddp(batch()).sum().backward()

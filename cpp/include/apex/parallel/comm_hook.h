@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,6 +27,12 @@ struct GradientBucket {
   std::vector<at::Tensor> parameters;  ///< the parameters, in the order of `gradients`
 };
 
+/// A hook throws it if it was interrupted, for example by Ctrl-C. backward() then notifies the
+/// other ranks and throws `error`.
+struct HookInterrupted {
+  std::exception_ptr error;
+};
+
 /// Replaces the all-reduce of a bucket. The hook also does the averaging: the result of its future
 /// becomes the gradient as is.
 class APEX_API CommHook {
@@ -37,11 +44,10 @@ class APEX_API CommHook {
 
   /// Called once per bucket and backward, in launch order, on the thread and stream that produced
   /// the last gradient of the bucket. Must not block the host. The future yields a tensor (or a
-  /// list of one tensor) of the size of `bucket.buffer`; its dtype may differ. An exception reaches
-  /// the caller of backward() nested in an apex::Error that names rank, hook and bucket. If only
-  /// some ranks throw, backward() throws CommunicationError on every rank over Gloo; over other
-  /// backends the other ranks wait for their timeout. An error in the future is handled in the same
-  /// way.
+  /// list of one tensor) of the size of `bucket.buffer`; its dtype may differ. If it throws, or its
+  /// future has an error, backward() throws CommunicationError with rank, hook, bucket and cause,
+  /// and the reducer cannot be used any more. Over Gloo it does so on every rank; over other
+  /// backends the other ranks wait for their timeout.
   virtual c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) = 0;
 
   /// Identifies the hook in error messages, and between ranks, which must all use the same one.
@@ -71,13 +77,5 @@ class APEX_API CommHook {
 /// @throws InvalidArgument for another dtype.
 APEX_API std::shared_ptr<CommHook> make_compress_hook(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                       at::ScalarType dtype);
-
-/// Like make_compress_hook(), but sums in float32. An all-to-all sends each rank its share of every
-/// other rank's gradients in `dtype`, the rank sums its share in float32 (a reduce-scatter), and an
-/// all-gather distributes the averages in `dtype`. Each gradient is rounded twice for any world
-/// size, and every rank gets the same bits. Sends the same number of bytes as an all-reduce in
-/// `dtype`. Costs a buffer of the bucket's size in `dtype`, and 1/world_size of it in float32.
-APEX_API std::shared_ptr<CommHook> make_fp32_accumulate_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType dtype);
 
 }  // namespace apex::parallel

@@ -465,15 +465,6 @@ class DistributedDataParallel {
     }
     broadcast_coalesced(tensors, process_group(), root, kBroadcastBytes,
                         "broadcast of parameters and buffers at the end of join()");
-    if (module_->parameters().empty()) return;
-    const at::Tensor masters = at::zeros({1}, at::TensorOptions(at::kByte).device(device()));
-    broadcast_coalesced({masters}, process_group(), root, kBroadcastBytes,
-                        "broadcast of master weights at the end of join()");
-    if (masters.item<int64_t>() != 0) {
-      throw Error(
-          "the last rank with data under join() is a Python program with master weights "
-          "(apex.amp), which C++ ranks do not have: use level O1 in jobs of both languages");
-    }
     // A barrier: no rank continues, or exits, before every rank has received the broadcasts.
     all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
   }

@@ -36,10 +36,9 @@ APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
                                 const std::vector<std::string>& settings,
                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-/// Checks that the values of every tensor can be sent to other ranks. A tensor without its own
-/// storage can be sent if its parts are known (see apex/tensor_parts.h) or its operators copy it.
-/// Tensors on the meta device, of sparse layout or of a quantized dtype cannot. Call it after
-/// verify_same_model(), so that either every rank throws or none. Does not communicate.
+/// Checks that the values of every tensor can be sent to other ranks. Tensors on the meta device,
+/// of sparse layout or of a quantized dtype cannot. Call it after verify_same_model(), so that
+/// either every rank throws or none. Does not communicate.
 ///
 /// @param what  "parameter" or "buffer", for the error.
 /// @throws InvalidArgument naming the first tensor whose values cannot be sent, and why.
@@ -51,10 +50,9 @@ constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 
 /// Overwrites every tensor with rank `root`'s, bit for bit. Tensors may have any strided dtype,
 /// shape, strides and device. Tensors on one device are sent together as bytes, in messages of at
-/// most `chunk_bytes`, or one tensor if it is larger. Skips tensors that are empty, undefined or on
-/// the meta device, and duplicates. Expanded tensors stay expanded. For a tensor made of other
-/// tensors (apex/tensor_parts.h), the other tensors are sent. Autograd does not record it. Errors
-/// name the operation `what`.
+/// most `chunk_bytes`, or one tensor if it is larger. Skips tensors that are empty, undefined, on
+/// the meta device, or subclasses without memory, and duplicates. Expanded tensors stay expanded.
+/// Autograd does not record it. Errors name the operation `what`.
 /// @throws InvalidArgument for a tensor that is not strided, CommunicationError.
 APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -107,8 +107,12 @@ struct ReducerOptions {
   /// step: some have stepped an optimizer twice without a backward in between, or updated their
   /// parameters, and others have not. The error lists what each rank did. On by default for
   /// parameters on the CPU, where the check is free. On other devices the host waits, and steps of
-  /// libtorch's SGD alone are not detected, since they do not bump tensor versions.
+  /// libtorch's SGD alone are not detected, since they do not bump tensor versions. Parameters that
+  /// a program writes after a backward of only this rank, to undo that later, are not compared.
   std::optional<bool> check_steps;
+  /// The program reports every step of an optimizer by Reducer::optimizer_stepped(), so that no
+  /// step is inferred from how far the parameters have moved.
+  bool steps_reported = false;
 
   /// If an exception ends the backward of some ranks, the other ranks skip the step, as with
   /// skip_step(), instead of throwing. With check_finite, an infinite or NaN gradient makes every
@@ -310,11 +314,9 @@ class APEX_API Reducer {
   /// check_steps then also detects a step without a backward, and a step by kernels that do not
   /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC,
   /// OverlappedOptimizer and amp::LossScaler report their steps themselves; for parameters on the
-  /// CPU, steps of other optimizers are detected from how far the parameters have moved. `all`
-  /// means that the caller reports the steps of all optimizers, so that the reducer need not infer
-  /// steps from the parameters. Thread safe; does not block.
-  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer,
-                                bool all = true);
+  /// CPU, steps of other optimizers are detected from how far the parameters have moved, unless
+  /// ReducerOptions::steps_reported is set. Thread safe; does not block.
+  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
 
   /// The group that carries gradients, over the same ranks as the first group passed to the
   /// constructor; nullptr after release(). For communication hooks. Issue collectives on it in the
@@ -403,10 +405,8 @@ class APEX_API Reducer {
   /// to the end, the same on every rank, or -1 if all ranks had.
   int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_event);
   /// A rank that had data to the end, the same on every rank, or -1 if all ranks had. `followed`:
-  /// this rank received events other than kEnd. `states`: how many states besides the model's, e.g.
-  /// of loss scalers, the caller will take from that rank. Collective; blocks the host.
-  /// @throws RankMismatch on every rank if `states` differs between ranks.
-  int64_t last_with_data(bool followed, int64_t states = 0) const;
+  /// this rank received events other than kEnd. Collective; blocks the host.
+  int64_t last_with_data(bool followed) const;
   void shadow_backward_end();
 
   /// Replaces the all-reduce and the averaging by a hook; nullptr restores them. In the next

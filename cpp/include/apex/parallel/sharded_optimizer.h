@@ -133,8 +133,7 @@ class ShardedOptimizer {
     shards_.publish();
     std::vector<at::Tensor> stepped;
     for (const NamedTensor& parameter : parameters_) stepped.push_back(parameter.tensor);
-    Reducer::optimizer_stepped(stepped, static_cast<int64_t>(reinterpret_cast<intptr_t>(this)),
-                               /*all=*/false);
+    Reducer::optimizer_stepped(stepped, static_cast<int64_t>(reinterpret_cast<intptr_t>(this)));
   }
 
   /// Replaces the all-reduce of gradients by a reduce-scatter, which sends half the bytes: after

@@ -5,7 +5,6 @@
 #include <torch/nn/cloneable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/common.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -20,19 +19,22 @@
 /// Shapes: input [N, C] or [N, C, *] with any number of further dimensions, or [N, *, C] with
 /// `channel_last`. Any strides; torch's channels-last memory formats are used without a copy and
 /// kept in the output, other strided inputs are copied. Input dtypes: float16, bfloat16, float32,
-/// float64. Per-channel tensors may have any of these dtypes and any strides. Elements are computed
-/// in float32 (float64 for float64), per-channel values in float64.
+/// float64. Elements are computed in float32 (float64 for float64). In training with several ranks,
+/// per-channel tensors may have any of these dtypes and any strides, and their values are computed
+/// in float64. Evaluation, and training of one rank on the CPU, are at::batch_norm.
 ///
 /// Blocking: on CPU the host, until the other ranks have joined; on CUDA only the current stream.
 /// Every function with a process group is collective: each of its ranks calls it, in the same
 /// order. Thread safety: like any torch operator; two calls must not share running statistics.
-/// Supports derivatives of any order. Forward-mode derivatives and torch.func's transforms are
-/// supported on one rank and in inference.
+/// Supports derivatives of any order, except where at::batch_norm is used in training, whose third
+/// derivative is wrong in torch 2.13. There, and in evaluation, forward-mode derivatives and
+/// torch.func's transforms are supported.
 ///
 /// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
-/// over chunks, threads and ranks after Chan, Golub and LeVeque (The American Statistician 37(3),
-/// 1983). One collective per direction: forward all-gathers the mean, the squared deviations and
-/// the exact count in float64; backward all-reduces two sums. Over Gloo both use an all-to-all.
+/// over ranks after Chan, Golub and LeVeque (The American Statistician 37(3), 1983). One collective
+/// per direction: forward all-gathers the mean, the squared deviations and the exact count in
+/// float64; backward all-reduces two sums. Between hosts both are an all-to-all over Gloo; in
+/// shared memory they are an all-gather, above 1 MiB an all-reduce.
 
 namespace apex::parallel {
 
@@ -54,18 +56,15 @@ struct SyncBatchNormArguments {
   std::string layer_name;  // for errors, and to detect ranks that are in different layers
 };
 
-/// Normalizes by the statistics of this batch over all ranks and updates the running ones. Throws
-/// apex::InvalidArgument if there is only one value per channel in total (on CUDA with a process
-/// group the host cannot know this, and the running statistics do not change instead), for fewer
-/// than two dimensions, for per-channel tensors or a z that do not fit, for other dtypes, and for
-/// an undefined input. Throws apex::Error if a transform of torch.func or a forward-mode derivative
-/// is used with several ranks.
+/// Normalizes by the statistics of this batch over all ranks and updates the running ones. Without
+/// `training` it normalizes by the running statistics, or without them by those of its own batch,
+/// and does not communicate. Throws apex::InvalidArgument if there is only one value per channel in
+/// total (on CUDA with a process group the host cannot know this, and the running statistics do not
+/// change instead), for fewer than two dimensions, for per-channel tensors or a z that do not fit,
+/// for other dtypes, and for an undefined input. Throws apex::Error if a transform of torch.func or
+/// a forward-mode derivative is used with several ranks or in training on CUDA.
 APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
-                                    const SyncBatchNormArguments& arguments);
-
-/// Normalizes by running_mean and running_var, which must be defined. No communication.
-APEX_API at::Tensor batch_norm_inference(const at::Tensor& input,
-                                         const SyncBatchNormArguments& arguments);
+                                    const SyncBatchNormArguments& arguments, bool training = true);
 
 /// The name by which operators (torch.ops.apex.*) find `group`. This is the group's own name, which
 /// is registered here if c10d does not know it, or another name if c10d has another group of that
@@ -134,9 +133,6 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
   /// Its name in the model, for errors; set by conversion and by DistributedDataParallel.
   std::string layer_name;
 
-  /// Spatial dimensions (1, 2, 3) of the BatchNorm that this module was converted from, if any.
-  std::optional<int> converted_from;
-
  private:
   void check_options() const;
   c10::intrusive_ptr<c10d::ProcessGroup> group_in_training() const;
@@ -161,17 +157,6 @@ TORCH_MODULE(SyncBatchNorm);
 APEX_API void convert_sync_batch_norm(
     torch::nn::Module& model, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {},
     bool channel_last = false);
-
-/// The same, but returns a new Sequential and leaves `model` unchanged. Both share the elements
-/// that are not BatchNorms, so a BatchNorm inside such an element is refused by name.
-APEX_API torch::nn::Sequential convert_sync_batch_norm(
-    const torch::nn::Sequential& model,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {}, bool channel_last = false);
-
-/// The inverse: turns every converted SyncBatchNorm back into its BatchNorm. Throws
-/// apex::InvalidArgument, with the name, for one that was not converted or that fuses a ReLU.
-APEX_API void revert_sync_batch_norm(torch::nn::Module& model);
-APEX_API torch::nn::Sequential revert_sync_batch_norm(const torch::nn::Sequential& model);
 
 /// For a rank that has run out of data, see Reducer::begin_join(): takes part, with an empty batch,
 /// in the collectives that SyncBatchNorm layers over all ranks announce as JoinEvent::kCustom.

@@ -93,32 +93,26 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& a) {
   Launch launch(call, "normalize");
-  launch.reads_elements(a.x).reads_elements(a.z).writes_elements(a.y).reads(a.weight).reads(a.bias);
-  if (a.records != nullptr) {
-    launch.reads(a.records, 8 * a.ranks * statistics_length(call.sizes.channels))
-        .reads(a.num_batches, 8);
-    launch.writes(a.running_mean).writes(a.running_var);
-    launch.writes_channels(a.mean).writes_channels(a.invstd).writes(a.count, 8);
-  } else {
-    launch.reads(a.running_mean).reads(a.running_var);
-  }
+  launch.reads_elements(a.x).writes_elements(a.y).reads(a.weight).reads(a.bias);
+  launch.reads(a.records, 8 * a.ranks * statistics_length(call.sizes.channels))
+      .reads(a.num_batches, 8);
+  launch.writes(a.running_mean).writes(a.running_var);
+  launch.writes_channels(a.mean).writes_channels(a.invstd).writes(a.count, 8);
   return launch.run([=] { return emulated_launch_normalize(call, a); });
 }
 
 int launch_reduce(const CudaCall& call, const GradientArguments& a) {
   Launch launch(call, "reduce");
-  launch.reads_elements(a.dy).reads_elements(a.x).reads_elements(a.y).reads(a.weight).reads(a.bias);
-  launch.reads(a.statistics.mean).reads(a.statistics.invstd_or_var);
+  launch.reads_elements(a.dy).reads_elements(a.x).reads_channels(a.mean).reads_channels(a.invstd);
   launch.writes_channels(a.sums, 2).writes(a.dweight).writes(a.dbias).works();
   return launch.run([=] { return emulated_launch_reduce(call, a); });
 }
 
 int launch_gradient(const CudaCall& call, const GradientArguments& a) {
   Launch launch(call, "gradient");
-  launch.reads_elements(a.dy).reads_elements(a.x).reads_elements(a.y).reads(a.weight).reads(a.bias);
-  launch.reads(a.statistics.mean).reads(a.statistics.invstd_or_var).reads(a.count, 8);
-  if (a.count != nullptr) launch.reads_channels(a.sums, 2);
-  launch.writes_elements(a.dx).writes_elements(a.dz);
+  launch.reads_elements(a.dy).reads_elements(a.x).reads(a.weight);
+  launch.reads_channels(a.mean).reads_channels(a.invstd).reads(a.count, 8);
+  launch.reads_channels(a.sums, 2).writes_elements(a.dx);
   return launch.run([=] { return emulated_launch_gradient(call, a); });
 }
 

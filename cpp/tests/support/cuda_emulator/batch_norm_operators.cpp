@@ -13,7 +13,7 @@
 #include <mutex>
 #include <utility>
 
-#include "batch_norm/sync_batch_norm_aten.h"
+#include "batch_norm/sync_batch_norm_ops.h"
 #include "kernels/batch_norm_cuda.h"
 
 #define CUDA PrivateUse1
