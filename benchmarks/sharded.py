@@ -37,8 +37,6 @@ TITLES = {
     "torch_zero": "torch's DDP, ZeroRedundancyOptimizer",
     "apex": "apex's DDP",
     "apex_sharded": "apex's DDP, ShardedOptimizer",
-    "apex_across": "apex's DDP, ShardedOptimizer(across_hosts=True)",
-    "apex_scattered": "apex's DDP, ShardedOptimizer(across_hosts=True, reduce_scatter=True)",
 }
 #: Optimizer classes and their arguments, by name.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -74,15 +72,8 @@ class Variant:
         self.optimizer: Any
         if option == "zero":
             self.optimizer = ZeroRedundancyOptimizer(parameters, kind, **arguments)
-        elif option in ("sharded", "across", "scattered"):
-            self.optimizer = ShardedOptimizer(
-                parameters,
-                kind,
-                ddp=self.module,
-                across_hosts=None if option == "sharded" else True,
-                reduce_scatter=option == "scattered",
-                **arguments,
-            )
+        elif option == "sharded":
+            self.optimizer = ShardedOptimizer(parameters, kind, **arguments)
         else:
             self.optimizer = kind(parameters, **arguments)
 
@@ -175,7 +166,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(models.MODELS),
                         default=["small", "resnet18", "transformer", "linears"])  # fmt: skip
     parser.add_argument("--variants", nargs="+", choices=list(TITLES),
-                        default=list(TITLES)[:5])  # fmt: skip
+                        default=list(TITLES))  # fmt: skip
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS),
                         default=["adamw_fused", "adamw"])  # fmt: skip
     parser.add_argument("--rounds", type=harness.positive_int, default=40)

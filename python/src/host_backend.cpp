@@ -35,8 +35,6 @@ void init_host_backend(nb::module_& m) {
         return static_cast<int64_t>(backend->getBackendOptions()->timeout.count());
       },
       nb::arg("group"), "Timeout of the registered group's CPU collectives, in milliseconds.");
-  m.def("host_id", &distributed::host_id,
-        "The boot id of this host and the namespace of its process ids; '' if unknown.");
 }
 
 }  // namespace apex::python

@@ -6,7 +6,6 @@
 #include "errors.h"
 #include "host_backend.h"
 #include "module_watch.h"
-#include "parameter_shards.h"
 #include "python_comm_hook.h"
 #include "reducer.h"
 #include "stack_reader.h"
@@ -21,7 +20,6 @@ NB_MODULE(_core, m) {
   apex::python::init_errors(m);
   apex::python::init_host_backend(m);
   apex::python::init_module_watch(m);
-  apex::python::init_parameter_shards(m);
   apex::python::init_python_comm_hook(m);
   apex::python::init_reducer(m);
   apex::python::init_stack_reader(m);

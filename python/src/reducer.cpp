@@ -16,8 +16,8 @@
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/overlap_report.h>
-#include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
+#include <apex/parallel/sharded_optimizer.h>
 #include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -293,12 +293,6 @@ void init_reducer(nb::module_& m) {
           },
           nb::arg("name"), release())
       .def(
-          "set_shard_hook",
-          [](Reducer& self, const std::vector<const parallel::ParameterShards*>& shards) {
-            self.set_comm_hook(parallel::ParameterShards::comm_hook(shards, self));
-          },
-          nb::arg("shards"), release())
-      .def(
           "set_bucket_callback",
           [](Reducer& self, nb::object callback) {
             auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));
@@ -380,6 +374,20 @@ void init_reducer(nb::module_& m) {
                                       parallel::kBroadcastBytes, what);
       },
       nb::arg("tensors"), nb::arg("group"), nb::arg("root"), nb::arg("what"), release());
+  m.def("assign_owners", &parallel::assign_owners, nb::arg("costs"), nb::arg("ranks"));
+  m.def(
+      "broadcast_from_owners",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& owners,
+         const std::string& group, const std::string& what) {
+        parallel::broadcast_from_owners(tensors, owners, c10d::resolve_process_group(group), what);
+      },
+      nb::arg("tensors"), nb::arg("owners"), nb::arg("group"), nb::arg("what"), release());
+  m.def(
+      "fail_group",
+      [](const std::string& group, const std::string& why) {
+        parallel::fail_group(*c10d::resolve_process_group(group), why);
+      },
+      nb::arg("group"), nb::arg("why"), release());
   m.def(
       "all_reduce_coalesced",
       [](const std::vector<at::Tensor>& tensors, const std::string& group, double scale,

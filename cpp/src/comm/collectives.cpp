@@ -298,19 +298,6 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   });
 }
 
-c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
-                                                    c10d::ProcessGroup& group,
-                                                    const at::Tensor& received,
-                                                    std::vector<at::Tensor> parts,
-                                                    c10d::ReduceOp::RedOpType op) {
-  std::vector<at::Tensor> outputs{received};
-  std::vector<std::vector<at::Tensor>> inputs{std::move(parts)};
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = op;
-  return call_collective(what, group,
-                         [&] { return group.reduce_scatter(outputs, inputs, options); });
-}
-
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 std::vector<int64_t> received_numel,
@@ -390,36 +377,6 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
     if (changed[i]) std::memcpy(parts[i].mutable_data_ptr(), received[i].const_data_ptr(), length);
   }
   return changed;
-}
-
-std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
-                                     int64_t bytes,
-                                     const std::function<void(const at::Tensor& mine)>& fill) {
-  const auto backend = host_backend_of(group);
-  TORCH_CHECK(backend && backend->shares_memory(), what, ": the ranks do not share memory");
-  const std::shared_ptr<HostChannel> channel = backend->links().channel;
-  std::vector<at::Tensor> memory(static_cast<size_t>(group.getSize()));
-  const auto rank = static_cast<size_t>(group.getRank());
-  try {
-    memory[rank] = channel->allocate_private_in_forks(bytes);
-    fill(memory[rank]);
-    std::vector<HostPlace> places(memory.size());
-    const at::Tensor share = at::empty({static_cast<int64_t>(sizeof(HostPlace))}, at::kByte);
-    const HostPlace mine = channel->place_of(memory[rank]);
-    std::memcpy(share.mutable_data_ptr(), &mine, sizeof(mine));
-    const at::Tensor all = at::from_blob(
-        places.data(), {static_cast<int64_t>(places.size() * sizeof(HostPlace))}, at::kByte);
-    run_collective(what, group, [&] { return issue_all_gather(what, group, all, share); });
-    for (size_t i = 0; i < memory.size(); ++i) {
-      if (i != rank) memory[i] = channel->memory_of(static_cast<int>(i), places[i], bytes);
-    }
-  } catch (const CommunicationError&) {
-    throw;  // the other ranks know
-  } catch (const std::exception& error) {
-    announce_failure(group, what + ": " + error.what());
-    throw;
-  }
-  return memory;
 }
 
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,

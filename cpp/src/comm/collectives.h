@@ -74,14 +74,6 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on = Enqueue::kOnOwnStream);
-/// Writes the sum of `parts[rank of this process]` over all ranks to `received`. Parts may have
-/// different sizes, the same on every rank. On devices: over Gloo it would send as much as an
-/// all-reduce.
-c10::intrusive_ptr<c10d::Work> issue_reduce_scatter(const std::string& what,
-                                                    c10d::ProcessGroup& group,
-                                                    const at::Tensor& received,
-                                                    std::vector<at::Tensor> parts,
-                                                    c10d::ReduceOp::RedOpType op);
 /// Numbers of elements by rank; empty lists mean equal shares. If a share is larger than
 /// kSliceBytes, `sent_numel` must be the same on all ranks.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
@@ -111,15 +103,6 @@ void run_collective(const std::string& what, const c10d::ProcessGroup& group, Is
 /// parts this rank has written: on the CPU, the parts whose bytes differ from the root's.
 std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
                                     const std::vector<at::Tensor>& parts, int64_t root);
-
-/// Allocates `bytes` bytes on every rank that all ranks can read and write, and returns them by
-/// rank. Only where ranks share memory. Collective; blocks. The memory stays valid after the group
-/// and other ranks have ended. Forked processes get a copy of this rank's memory.
-/// @param fill  writes this rank's memory, which is zeroed, before other ranks can see it. If it
-///              throws on one rank, the other ranks throw CommunicationError.
-std::vector<at::Tensor> share_memory(const std::string& what, c10d::ProcessGroup& group,
-                                     int64_t bytes,
-                                     const std::function<void(const at::Tensor& mine)>& fill);
 
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
 /// not a collective, such as connecting, when no connection exists yet that would break if a rank

@@ -111,11 +111,6 @@ at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options
   return tensor_on(memory_->allocate_zeroed(bytes), numel, options);
 }
 
-at::Tensor HostChannel::allocate_private_in_forks(int64_t bytes) {
-  return tensor_on(memory_->allocate_private_in_forks(static_cast<size_t>(bytes)), bytes,
-                   at::kByte);
-}
-
 /// Advances the channels of this process other than `but`; returns whether any has pending work.
 bool HostChannel::advance_others(const HostChannel* but) {
   std::vector<at::Tensor> released;  // released while no mutex is held: see Held
@@ -138,20 +133,6 @@ bool HostChannel::advance_others(const HostChannel* but) {
 }
 
 void advance_host_channels() { HostChannel::advance_others(nullptr); }
-
-HostPlace HostChannel::place_of(const at::Tensor& tensor) const {
-  const auto place = memory_->place_of(tensor.const_data_ptr(), tensor.nbytes());
-  TORCH_CHECK(place, "the tensor is not in the shared memory of this rank");
-  return *place;
-}
-
-at::Tensor HostChannel::memory_of(int rank, const HostPlace& place, int64_t bytes) {
-  const Held held(*this);
-  std::shared_ptr<PeerMemory> memory = peers_.at(static_cast<size_t>(rank)).memory;
-  char* const data = memory->at(place);
-  return at::from_blob(
-      data, {bytes}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, at::kByte);
-}
 
 // --- issuing ---
 

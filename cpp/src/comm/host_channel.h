@@ -155,14 +155,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
-  /// Zeroed bytes in shared memory. Forked processes get a copy of them.
-  at::Tensor allocate_private_in_forks(int64_t bytes);
-  /// The location of `tensor`, which is in the shared memory of this rank, for its peers.
-  HostPlace place_of(const at::Tensor& tensor) const;
-  /// The first `bytes` bytes at `place` in the memory of another rank. Stays valid after the
-  /// channel and that rank have ended.
-  /// @throws Error if that rank has ended before its memory was mapped.
-  at::Tensor memory_of(int rank, const HostPlace& place, int64_t bytes);
 
  private:
   friend class HostWork;

@@ -2,7 +2,6 @@
 #include "comm/host_memory.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -21,7 +20,6 @@ namespace apex::parallel {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kBlockBytes = size_t{64} << 20;
 
@@ -77,75 +75,6 @@ int open_file(int64_t pid, const HostPlace& place) {
   return fd;
 }
 
-// Note [Copies for forked processes]
-//
-// A forked process would share these pages with its parent, so each would see the other's writes.
-// So the parent copies the pages to private memory before it forks, and the child moves that memory
-// to the address of the pages. Processes that are forked in sequence, such as the workers of a data
-// loader, share one copy (copy-on-write), which the parent keeps until it drops it.
-
-/// Memory that is copied for forked processes. Never destroyed.
-struct PrivateInForks {
-  struct Region {
-    size_t bytes = 0;
-    void* copy = nullptr;
-  };
-  std::mutex mutex;  ///< locked while the process forks
-  std::map<char*, Region> regions;
-
-  static PrivateInForks& instance() {
-    static auto* const all = new PrivateInForks;
-    return *all;
-  }
-
-  static void drop(Region& region) {
-    if (region.copy != nullptr) ::munmap(region.copy, region.bytes);
-    region.copy = nullptr;
-  }
-
-  static void before_fork() {
-    PrivateInForks& all = instance();
-    all.mutex.lock();
-    for (auto& [data, region] : all.regions) {
-      if (region.copy != nullptr && std::memcmp(region.copy, data, region.bytes) == 0) continue;
-      drop(region);
-      void* const copy =
-          ::mmap(nullptr, region.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      if (copy == MAP_FAILED) continue;  // the child shares the pages
-      std::memcpy(copy, data, region.bytes);
-      region.copy = copy;
-    }
-  }
-  static void in_parent() { instance().mutex.unlock(); }
-  static void in_child() {
-    PrivateInForks& all = instance();
-    for (auto& [data, region] : all.regions) {
-      if (region.copy == nullptr) continue;
-      ::mremap(region.copy, region.bytes, region.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data);
-    }
-    all.regions.clear();  // private already
-    all.mutex.unlock();
-  }
-
-  void drop_copies() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (auto& [data, region] : regions) drop(region);
-  }
-  void add(char* data, size_t bytes) {
-    static const int registered = ::pthread_atfork(before_fork, in_parent, in_child);
-    if (registered != 0) throw Error("no shared memory (pthread_atfork)");
-    const std::lock_guard<std::mutex> lock(mutex);
-    regions[data] = Region{bytes, nullptr};
-  }
-  void remove(char* data) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = regions.find(data);
-    if (found == regions.end()) return;
-    drop(found->second);
-    regions.erase(found);
-  }
-};
-
 }  // namespace
 
 std::shared_ptr<HostMemory> HostMemory::create(size_t first_bytes) {
@@ -197,9 +126,9 @@ HostMemory::Taken HostMemory::take(Block& block, size_t bytes) {
 }
 
 /// Requires the mutex.
-HostMemory::Taken HostMemory::take_anywhere(size_t bytes, size_t first_block) {
-  for (size_t i = first_block; i < blocks_.size(); ++i) {
-    if (const Taken taken = take(blocks_[i], bytes); taken.data != nullptr) return taken;
+HostMemory::Taken HostMemory::take_anywhere(size_t bytes) {
+  for (Block& block : blocks_) {
+    if (const Taken taken = take(block, bytes); taken.data != nullptr) return taken;
   }
   add_block(std::max(kBlockBytes, round_up(bytes, kHugePage)));
   return take(blocks_.back(), bytes);
@@ -243,31 +172,16 @@ std::shared_ptr<char> HostMemory::allocate(size_t bytes, bool in_first) {
   return data == nullptr ? nullptr : owned(data, rounded);
 }
 
-std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes, bool in_first) {
+std::shared_ptr<char> HostMemory::allocate_zeroed(size_t bytes) {
   const size_t rounded = round_up(std::max<size_t>(bytes, 1), kAlignment);
   Taken taken;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    taken = take_anywhere(rounded, in_first ? 0 : 1);
+    taken = take_anywhere(rounded);
   }
   std::memset(taken.data, 0, taken.dirty);
   return owned(taken.data, rounded);
 }
-
-std::shared_ptr<char> HostMemory::allocate_private_in_forks(size_t bytes) {
-  const size_t rounded = round_up(std::max<size_t>(bytes, 1), kPage);
-  // The first block is for messages that must be readable after this process has exited.
-  std::shared_ptr<char> memory = allocate_zeroed(rounded + kPage, /*in_first=*/false);
-  const auto address = reinterpret_cast<uintptr_t>(memory.get());
-  char* const data = memory.get() + (round_up(address, kPage) - address);
-  PrivateInForks::instance().add(data, rounded);
-  return {data, [memory = std::move(memory)](char* freed) mutable {
-            PrivateInForks::instance().remove(freed);
-            memory.reset();
-          }};
-}
-
-void HostMemory::drop_fork_copies() { PrivateInForks::instance().drop_copies(); }
 
 HostPlace HostMemory::first_place() const {
   const std::lock_guard<std::mutex> lock(mutex_);

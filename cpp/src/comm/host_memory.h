@@ -56,15 +56,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   /// @throws Error if the system has no memory.
   std::shared_ptr<char> allocate(size_t bytes, bool in_first = false);
   /// The same, zeroed. Memory that was never used is zero, and takes no pages until it is written.
-  /// @param in_first  false: not from the first block.
-  std::shared_ptr<char> allocate_zeroed(size_t bytes, bool in_first = true);
-
-  /// The same, in whole pages. A forked process gets a copy of them, as of memory that is not
-  /// shared. The copy is made in fork() and kept for later forks. (In the other memory, parent and
-  /// child see each other's later writes.)
-  std::shared_ptr<char> allocate_private_in_forks(size_t bytes);
-  /// Frees copies that fork() has left in this process. Call it before the memory is written.
-  static void drop_fork_copies();
+  std::shared_ptr<char> allocate_zeroed(size_t bytes);
 
   /// Location of `data` for peers; nullopt if it is outside of this memory.
   std::optional<HostPlace> place_of(const void* data, size_t bytes) const;
@@ -87,7 +79,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   HostMemory() = default;
   void add_block(size_t bytes);
   Taken take(Block& block, size_t bytes);
-  Taken take_anywhere(size_t bytes, size_t first_block = 0);
+  Taken take_anywhere(size_t bytes);
   std::shared_ptr<char> owned(char* data, size_t bytes);
   void give_back(char* data, size_t bytes);
   HostPlace place_in(size_t block, size_t offset) const;

@@ -318,6 +318,23 @@ void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr&
   }
 }
 
+std::string broadcast_text(const std::string& text, const GroupPtr& group, int64_t root,
+                           const std::string& what) {
+  require_group(group, "broadcast_text");
+  const at::Device device = control_device(group, at::kCPU);
+  at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong).to(device);
+  broadcast_coalesced({size}, group, root, kBroadcastBytes, what);
+  const auto bytes = static_cast<size_t>(size.item<int64_t>());
+  std::string result = group->getRank() == root ? text : std::string(bytes, '\0');
+  const at::Tensor here = at::from_blob(result.data(), {static_cast<int64_t>(bytes)}, at::kByte);
+  for (const at::Tensor& part : here.split(kBroadcastBytes)) {
+    const at::Tensor sent = part.to(device);
+    broadcast_coalesced({sent}, group, root, kBroadcastBytes, what);
+    if (!device.is_cpu()) at::Tensor(part).copy_(sent);
+  }
+  return result;
+}
+
 void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
                           double scale, const std::string& what) {
   require_group(group, "all_reduce_coalesced");

@@ -372,17 +372,6 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-bool Reducer::has_failed(const std::vector<at::Tensor>& parameters) {
-  const auto cores = detail::owners_of(parameters);
-  return std::any_of(cores.begin(), cores.end(), [](const auto& core) {
-    return core->read([](const ReducerState& state) {
-      const Membership& members = state.context.members;
-      return std::any_of(members.groups.begin(), members.groups.end(),
-                         [](const GroupPtr& group) { return parallel::has_failed(*group); });
-    });
-  });
-}
-
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
   for (const auto& core : detail::owners_of(parameters)) {
     // Not change(): a bucket callback may wait for this thread.

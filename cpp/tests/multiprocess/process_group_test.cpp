@@ -340,7 +340,7 @@ const Scenario kHostGroups("host_groups", [] {
   torch::manual_seed(dist::rank());
   torch::nn::Linear model(70, 90);
   using Adam = torch::optim::Adam;
-  parallel::ShardedOptimizer<Adam> sharded(*model, host, torch::optim::AdamOptions(0.1), world);
+  parallel::ShardedOptimizer<Adam> sharded(*model, host, torch::optim::AdamOptions(0.1));
   torch::nn::Linear plain_model(70, 90);
   for (size_t i = 0; i < 2; ++i)
     plain_model->parameters()[i].set_data(model->parameters()[i].detach().clone());

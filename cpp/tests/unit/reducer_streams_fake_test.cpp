@@ -19,7 +19,6 @@
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/parameter_shards.h>
 #include <apex/parallel/reducer.h>
 #include <support/fake_device.h>
 #include <support/fake_group.h>
@@ -246,39 +245,6 @@ TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
   }
 }
 
-TEST_P(FakeDeviceReducer, ReduceScatterIntoShards_HasNoRaceAndTheHostDoesNotWait) {
-  for (const char* backend : {"wire", "nccl"}) {
-    SCOPED_TRACE(backend);
-    const Group group = fake::make_mirror_group(2, backend);
-    Training training(3);
-    Reducer reducer(training.model.parameters, {group}, options_);
-    const parallel::ParameterShards shards(training.model.parameters, group, {},
-                                           parallel::Cut::kEach);
-    reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, reducer));
-    int64_t before = 0;
-    for (int step = 0; step < 3; ++step) {
-      training.backward(reducer, step);
-      for (size_t rank = 0; rank < 2; ++rank) {
-        for (const parallel::ParameterPiece& piece : shards.shards()[rank]) {
-          const auto part = [&](const at::Tensor& grad) {
-            return grad.view({-1}).slice(0, piece.begin, piece.end);
-          };
-          const auto i = static_cast<size_t>(piece.parameter);
-          const at::Tensor mine = part(fake::peek(training.model[i].grad()));
-          if (rank == 0) {
-            EXPECT_LT(relative_error(mine, part(training.reference[i].grad())), 2e-5) << i;
-          } else {
-            EXPECT_TRUE(mine.isnan().all().item<bool>()) << i;
-          }
-        }
-      }
-      if (step == 0) before = host_waits();
-    }
-    EXPECT_EQ(host_waits_since(before), Strings{});
-    EXPECT_GT(reducer.statistics().launched_in_backward, 0);
-  }
-}
-
 TEST_P(FakeDeviceReducer, OptimizerInTheBucketCallback_HasNoRace) {
   Training training(4);
   Reducer reducer(training.model.parameters, {group_}, options_);
@@ -462,13 +428,10 @@ void fail_backward(
 }
 
 TEST_P(FakeDeviceReducer, BackwardThatFails_LeavesMemoryToThoseThatUseIt) {
-  for (const int hook : {0, 1, 3}) {
+  for (const int hook : {0, 1}) {
     SCOPED_TRACE(hook);
     Training training(3);
     Reducer reducer(training.model.parameters, {group_}, options_);
-    const parallel::ParameterShards shards(training.model.parameters, group_, {},
-                                           parallel::Cut::kEach);
-    if (hook == 3) reducer.set_comm_hook(parallel::ParameterShards::comm_hook({&shards}, reducer));
     if (hook == 1) reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
     training.backward(reducer, 0);
     training.backward(reducer, 1);

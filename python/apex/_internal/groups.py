@@ -16,7 +16,6 @@ import torch.distributed.nn.functional as dist_functional
 
 from apex import _core
 from apex._internal.group_names import name_of
-from apex._internal.objects import all_gather_object
 
 
 def world_group() -> dist.ProcessGroup:
@@ -218,17 +217,6 @@ def group_of_all_ranks(description: str) -> dist.ProcessGroup:
     _meet(world, _splitting_device(world))
     made: Any = dist.new_group(timeout=timeout_of(world), group_desc=description)
     return cast(dist.ProcessGroup, made)
-
-
-def ranks_by_host(group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of each host, as ``group`` numbers them. Collective.
-
-    All are on one host if the system does not say.
-    """
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(all_gather_object(_core.host_id(), group)):
-        hosts.setdefault(host, []).append(rank)
-    return list(hosts.values())
 
 
 def split(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,11 +67,6 @@ class FullValue:
         if self.master is not None:
             self._master_then = _written(self.master)
 
-    def note_move(self) -> None:
-        """Record that the memory of the master weight was replaced."""
-        if self.master is not None:
-            self._master_then = _written(self.master)
-
     def master_changed(self) -> bool:
         """Whether the master weight was written since then, with a version or address change."""
         return self.master is not None and _written(self.master) != self._master_then
@@ -81,30 +75,21 @@ class FullValue:
         """Whether `parameter` was written since then, or a state was loaded."""
         return _written(parameter) != self._parameter_then
 
-    def read(
-        self,
-        parameter: torch.Tensor,
-        part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-        own: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A new float32 tensor: the known value where it rounds to `parameter`, else `parameter`.
-
-        With `part`, only of that part. `own` is this rank's part of a sharded master weight.
-        """
-        here = part(parameter.detach())
-        value = here.float()
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A new float32 tensor: the known value where it rounds to `parameter`, else that."""
+        value = parameter.detach().float()
         alone = not several_ranks()
         for known, counts in (
             # A value loaded since then replaces the master's.
             (
-                self.master if own is None else own,
+                self.master,
                 (alone or self.stepped or self.known_to_all) and self.remembered is None,
             ),
             (self.remembered, alone),
             (self.restored, True),
         ):
             if known is not None and counts:
-                value = _where_fits(part(known), here, value)
+                value = _where_fits(known, parameter, value)
         return value
 
 

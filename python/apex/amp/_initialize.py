@@ -21,7 +21,6 @@ from ._process_optimizer import (
     adopt_before_load,
     process_optimizer,
     refuse_master_weights,
-    refuse_shares,
 )
 from .amp import init
 from .scaler import LossScaler
@@ -247,7 +246,6 @@ def setup(
     _check_models(models)
     _check_optimizers(optimizers)
     for optimizer in optimizers:
-        refuse_shares(optimizer)
         if properties.master_weights:
             refuse_master_weights(optimizer)
     if properties.cast_model_type:

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._internal.dtypes import is_low_precision
-from .._internal.sharded_masters import MASTER_WEIGHTS, ShardedMaster, saved_value
 from ._amp_state import several_ranks
 from ._full_values import FullValue, full_value, record_of
+
+#: The key in the optimizer's state under which master weights are saved by parameter index.
+MASTER_WEIGHTS = "amp_master_weights"
 
 
 class MasterWeights:
@@ -76,22 +75,16 @@ class MasterWeights:
                 "weight: use level O1."
             )
         record = record_of(param)
-        shard = getattr(self._optimizer, "shard_master", lambda *_: None)
         master = record.master
-        fresh = shard(param, functools.partial(record.read, param))
-        if fresh is None and (
-            master is None or (master.shape, master.device) != (param.shape, param.device)
-        ):
-            fresh = record.master = torch.nn.Parameter(record.read(param), requires_grad=True)
-        if fresh is not None:
-            master, record.remembered = fresh, None
+        if master is None or (master.shape, master.device) != (param.shape, param.device):
+            master = record.master = torch.nn.Parameter(record.read(param), requires_grad=True)
+            record.remembered = None
             record.stepped = record.settled = False
             record.known_to_all = several_ranks()
             record.note_agreement(param)
         # it belongs to another or an earlier optimizer: later writes to the parameter take effect
         else:
             record.settled = False
-        assert master is not None
         self._model_of[id(master)] = (master, param, record)
         state = self._optimizer.state
         if param in state:
@@ -100,14 +93,6 @@ class MasterWeights:
                 for key, value in state.pop(param).items()
             }
         return master
-
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """Master weights get other memory inside. This does not count as a change of them."""
-        kept = [record for _, _, record in self._model_of.values() if not record.master_changed()]
-        yield
-        for record in kept:
-            record.note_move()
 
     @torch.no_grad()
     def follow_model(self) -> None:
@@ -122,17 +107,11 @@ class MasterWeights:
             if record.settled or record.master_changed():
                 continue
             if record.parameter_changed(param) or not self._in_iteration:
-                if isinstance(master, ShardedMaster):
-                    master.follow()
-                else:
-                    master.copy_(record.read(param))
+                master.copy_(record.read(param))
                 record.remembered = None
                 record.note_agreement(param)
 
     def refuse_changed_masters(self) -> None:
-        for master, _, _ in self._model_of.values():
-            if isinstance(master, ShardedMaster):
-                master.refuse_written()
         if any(record.master_changed() for _, _, record in self._model_of.values()):
             raise RuntimeError(
                 f"{this_rank()}the master weights of {type(self._optimizer).__name__} were changed "
@@ -156,11 +135,9 @@ class MasterWeights:
         if self._model_of and several_ranks():
             self.follow_model()
             state[MASTER_WEIGHTS] = {
-                index: value
+                index: full_value(param) if master is None else master.detach()
                 for index, (param, master) in self._by_index().items()
                 if master is not None or record_of(param).restored is not None
-                if (value := full_value(param) if master is None else saved_value(master))
-                is not None
             }
 
     def load_masters(self, state: dict[str, Any]) -> None:
@@ -182,11 +159,9 @@ class MasterWeights:
 
         One multi-tensor copy. Also for code that changes master weights directly.
         """
-        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
-        whole = [pair for pair in pairs if not isinstance(pair[1], ShardedMaster)]
-        if whole:  # a ShardedOptimizer has rounded its pieces
+        if self.all_fp16_params:
             with torch.no_grad():
-                torch._foreach_copy_([pair[0] for pair in whole], [pair[1] for pair in whole])
+                torch._foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
         for _, param, record in self._model_of.values():
             record.restored = None
             record.stepped = record.settled = True

@@ -258,18 +258,8 @@ def process_optimizer(
     optimizer.register_load_state_dict_pre_hook(lambda _, state: stash.load_masters(state))
 
 
-def refuse_shares(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if this rank gets only a share of the gradients."""
-    if getattr(optimizer, "reduces_into_shards", False):
-        raise ValueError(
-            "amp searches all gradients for infinities, and with reduce_scatter=True a rank has "
-            "only its share: leave it out, or train in bfloat16 without amp.initialize."
-        )
-
-
 def adopt(optimizer: torch.optim.Optimizer) -> None:
     """Process `optimizer`, which was created after the last ``initialize``."""
-    refuse_shares(optimizer)
     master_weights = bool(_amp_state.opt_properties.master_weights)
     process_optimizer(optimizer, master_weights, _amp_state.latest_scalers)
     _amp_state.adopt(optimizer)

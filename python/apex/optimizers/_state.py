@@ -31,15 +31,6 @@ def refuse_gradients(optimizer: torch.optim.Optimizer, complex_too: bool = False
             )
 
 
-def require_shape(parameter: Tensor, name: str, shape: torch.Size, key: Any) -> None:
-    """Raise ValueError if the entry `name` of a saved state is not of the parameter's shape."""
-    if shape != parameter.shape:
-        raise ValueError(
-            f"the state dict has '{name}' of shape {tuple(shape)} for parameter {key}, whose shape "
-            f"is {tuple(parameter.shape)}."
-        )
-
-
 class WideState(torch.optim.Optimizer):
     """Base class of optimizers that keep the state of low-precision parameters in float32.
 

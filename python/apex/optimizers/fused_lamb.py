@@ -13,7 +13,7 @@ from .._internal.dtypes import alike
 from ._foreach import Batch, ForeachOptimizer, norms, on_device
 
 
-def norm_of_gradients(groups: list[list[Tensor]]) -> Tensor | None:
+def _norm_of_gradients(groups: list[list[Tensor]]) -> Tensor | None:
     """The norm of all gradients together; None without gradients."""
     found: list[Tensor] = []
     for params in groups:
@@ -65,6 +65,8 @@ class FusedLAMB(ForeachOptimizer):
     """
 
     _own_settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    #: The parameters whose gradients are in the norm, if not those of the groups: ShardedOptimizer.
+    _clipped: list[list[Tensor]] | None = None
 
     def __init__(
         self,
@@ -112,14 +114,11 @@ class FusedLAMB(ForeachOptimizer):
                     divisors[batch.device] = divisor.to(batch.device)
                 self._update_batch(members, batch, group, step, divisors.get(batch.device))
 
-    def _gradient_norm(self) -> Tensor | None:
-        """The norm of all gradients. A ShardedOptimizer replaces this by that of all ranks."""
-        return norm_of_gradients([group["params"] for group in self.param_groups])
-
     def _clipping_divisor(self) -> Tensor | None:
         """max(1, norm / max_grad_norm) over all gradients; None without clipping or gradients."""
         limit = self.defaults["max_grad_norm"]
-        total = self._gradient_norm() if limit else None
+        lists = self._clipped or [group["params"] for group in self.param_groups]
+        total = _norm_of_gradients(lists) if limit else None
         return None if total is None else torch.where(total > limit, total / limit, 1.0)
 
     def _update_batch(

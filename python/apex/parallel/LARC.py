@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex._internal.dtypes import alike
-from apex.parallel._wrapped_optimizer import WrappedOptimizer
+from apex._internal.wrapped_optimizer import WrappedOptimizer
 
 
 class LARC(WrappedOptimizer):

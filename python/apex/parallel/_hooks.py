@@ -13,23 +13,8 @@ from apex import _core
 from apex.parallel._comm_hook import RegisteredHook, make_runner, require_alive
 from apex.parallel._timeline import Timeline
 
-
-class ShardHook(NamedTuple):
-    """The shards of the ShardedOptimizers that receive the gradients."""
-
-    shards: tuple[weakref.ref[_core.ParameterShards], ...]
-
-    def living(self) -> list[_core.ParameterShards]:
-        return [shards for one in self.shards if (shards := one()) is not None]
-
-
-_NOT_OVERLAPPED = (
-    "an OverlappedOptimizer steps whole parameters, and with reduce_scatter=True a rank has only a "
-    "share of their gradients: use one of them."
-)
-
-#: A script's hook, the name of a built-in one, or shards.
-CommHook = RegisteredHook | str | ShardHook
+#: A script's hook, or the name of a built-in one.
+CommHook = RegisteredHook | str
 
 
 class ReducedBucket(NamedTuple):
@@ -42,7 +27,7 @@ class ReducedBucket(NamedTuple):
 class Hooks:
     """The hooks registered with a wrapper. Each of its reducers gets all of them.
 
-    Copies of the wrapper have the same communication hook, but no callback, optimizer or shards.
+    Copies of the wrapper have the same communication hook, but no callback or optimizer.
     """
 
     callback: Callable[[ReducedBucket], None] | None = None
@@ -64,20 +49,8 @@ class Hooks:
             self.timeline.parameters = parameters
             reducer.record_overlap(True)
 
-    @property
-    def into_shards(self) -> bool:
-        """Whether gradients are reduced into the shards of ShardedOptimizers."""
-        return isinstance(self.comm_hook, ShardHook)
-
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
-        if isinstance(comm_hook, ShardHook) and self.optimizer is not None:
-            raise RuntimeError(_NOT_OVERLAPPED)
-        held = self.comm_hook
-        if isinstance(held, ShardHook) and isinstance(comm_hook, ShardHook):
-            # The newest first: an optimizer that replaces another one has its parameters, whether
-            # or not the old one was collected on this rank.
-            comm_hook = ShardHook((*comm_hook.shards, *map(weakref.ref, held.living())))
-        elif held is not None:
+        if self.comm_hook is not None:
             raise RuntimeError(
                 "a communication hook is already registered, and a wrapper can have only one."
             )
@@ -87,8 +60,6 @@ class Hooks:
     def _install_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
         if isinstance(comm_hook, str):
             reducer.set_builtin_comm_hook(comm_hook)
-        elif isinstance(comm_hook, ShardHook):
-            reducer.set_shard_hook(comm_hook.living())
         else:
             reducer.set_comm_hook(make_runner(weakref.ref(self)))
 
@@ -101,8 +72,6 @@ class Hooks:
     def set_optimizer(self, reducer: _core.Reducer, optimizer: Any) -> None:
         """Let backward return while buckets are in flight, and notify `optimizer` of each
         bucket."""
-        if self.into_shards:
-            raise RuntimeError(_NOT_OVERLAPPED)
         self.optimizer = optimizer
         self._install_callback(reducer)
         reducer.set_deferred(True)
@@ -132,6 +101,4 @@ class Hooks:
     def __getstate__(self) -> dict[str, Any]:
         kept = ("comm_hook", "timeline")
         state = {name: value for name, value in self.__dict__.items() if name in kept}
-        if self.into_shards:  # of the parameters of this wrapper
-            state["comm_hook"] = None
         return state

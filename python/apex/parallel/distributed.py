@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from apex._internal.untraced import untraced
 from apex.parallel import _compile, _options, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
-from apex.parallel._hooks import Hooks, ReducedBucket, ShardHook
+from apex.parallel._hooks import Hooks, ReducedBucket
 from apex.parallel._join import Join
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
@@ -564,19 +563,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             RuntimeError: if a hook is already registered.
         """
         self._engine.hooks.set_comm_hook(self._reducer, name)
-
-    def _reduce_scatter(
-        self, shards: _core.ParameterShards, parameters: Sequence[torch.Tensor]
-    ) -> None:
-        """For a ShardedOptimizer: reduce gradients into these shards of `parameters`, too."""
-        own = {id(parameter) for _, parameter in self._engine.named_parameters()}
-        if not own.issuperset(map(id, parameters)):
-            raise ValueError(
-                "with reduce_scatter=True the ShardedOptimizer has a parameter that is not in the "
-                "wrapper, so its gradient is not averaged: give it an optimizer of its own."
-            )
-        hook = ShardHook((weakref.ref(shards),))
-        self._engine.hooks.set_comm_hook(self._engine.connected(), hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from apex._internal import pending
 from apex._internal.optimizer_steps import taking_parts
 from apex._internal.untraced import untraced
+from apex._internal.wrapped_optimizer import WrappedOptimizer
 from apex.parallel._hooks import ReducedBucket
-from apex.parallel._wrapped_optimizer import WrappedOptimizer
 from apex.parallel.distributed import DistributedDataParallel
 
 # Note [Steps that are taken later]

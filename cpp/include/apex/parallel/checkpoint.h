@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <torch/data/samplers/base.h>
 #include <torch/nn/module.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -30,8 +28,8 @@ namespace apex::parallel {
 
 class OverlappedOptimizer;
 
-/// Saves and restores everything that a training run needs to resume: model, optimizers, loss
-/// scaler, samplers and the number of steps, in one file.
+/// Saves and restores what a training run needs to resume: model, optimizers, loss scaler and the
+/// number of steps, in one file.
 ///
 ///     apex::parallel::Checkpoint checkpoint(model);
 ///     checkpoint.optimizer(optimizer).scaler(scaler);
@@ -42,13 +40,10 @@ class OverlappedOptimizer;
 ///     }
 ///
 /// save(), load() and resume() are collective: every rank calls them with the same parts. They
-/// block the host. Only rank 0 reads and writes the file, so no shared file system is needed.
-/// Samplers are saved for each rank. An error on one rank is thrown on every rank. The parts must
-/// outlive this object. Not thread safe.
+/// block the host. Only rank 0 reads and writes the file, so no shared file system is needed. An
+/// error on one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
 ///
-/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "optimizer0_is"
-/// (the class of that optimizer), "scaler", "sampler0" (the sampler of rank 0, as bytes), "step"
-/// and "world_size".
+/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scaler" and "step".
 class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, a module holder, a pointer to a module, or
@@ -60,36 +55,23 @@ class APEX_API Checkpoint {
   explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
   /// Adds a part. Several optimizers are identified by their order.
-  /// @throws InvalidArgument for a second scaler.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
   Checkpoint& optimizer(OverlappedOptimizer& optimizer);
   Checkpoint& scaler(amp::LossScaler& scaler);
-  /// A sampler of libtorch's data loader, e.g. torch::data::samplers::DistributedRandomSampler. It
-  /// can be loaded only with the world size that saved it.
-  Checkpoint& sampler(torch::data::samplers::Sampler<>& sampler);
   /// Default, also for null: the default group, or this process alone without a default group.
   Checkpoint& process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  /// Writes all parts and `step`. The write is atomic: rank 0 writes a temporary file in the same
-  /// folder, syncs it to disk, and renames it. If that fails, an existing file is unchanged;
-  /// otherwise its permissions are kept. Follows a symbolic link; refuses anything else that is not
-  /// a regular file. A process that is killed while it writes leaves .NAME.PID.part behind; a NAME
-  /// that is too long for that is truncated.
-  /// @throws apex::Error on every rank, naming the file and the cause.
-  /// @throws InvalidArgument on every rank for a negative step, if the ranks have different parts
-  ///         (numbers of optimizers, a scaler, a sampler), or if some ranks are in load();
-  ///         CommunicationError.
+  /// Writes all parts and `step`. The write is atomic: rank 0 writes PATH.part, syncs it to disk,
+  /// and renames it. If that fails, an existing file is unchanged.
+  /// @throws apex::Error on every rank, naming the file and the cause; CommunicationError.
   void save(const std::string& path, int64_t step);
 
   /// Reads all parts from rank 0's file into the ranks' objects and returns the step. Ignores other
   /// contents of the file.
   /// @throws apex::Error on every rank, naming the file, with nothing changed: if it cannot be
-  ///         read, is truncated or not a checkpoint, or lacks a part; if a parameter has another
-  ///         shape or dtype; if an optimizer is of another class or has other numbers of
-  ///         parameters. For any other mismatch of a part it also throws apex::Error, and the parts
-  ///         must not be used afterwards.
-  /// @throws InvalidArgument on every rank, with nothing changed, if the ranks have different
-  ///         parts; CommunicationError.
+  ///         read, is truncated or not a checkpoint, or lacks a part, or if a parameter has another
+  ///         shape or dtype. For any other mismatch of a part it also throws apex::Error, and the
+  ///         parts must not be used afterwards. CommunicationError.
   int64_t load(const std::string& path);
 
   /// Like load(), but returns 0 with nothing changed if the file does not exist on rank 0.
@@ -100,7 +82,6 @@ class APEX_API Checkpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&)> load;
-    const torch::optim::Optimizer* optimizer;  ///< the optimizer whose class is compared, or null
   };
 
   template <typename Model>
@@ -111,16 +92,11 @@ class APEX_API Checkpoint {
     return *model.operator->();
   }
   [[noreturn]] static void throw_null_model();
-
-  int64_t given() const;
-  void write(const std::string& path, int64_t step, const std::vector<at::Tensor>& samplers) const;
-  void read(const std::string& path, const at::Tensor& bytes, int64_t* step) const;
-  int64_t load(const std::string& path, bool may_be_missing);
-  at::Device device() const;
+  void write(const std::string& path, int64_t step) const;
+  int64_t read(const std::string& bytes) const;
 
   torch::nn::Module& model_;
   std::vector<Part> parts_;
-  torch::data::samplers::Sampler<>* sampler_ = nullptr;
   int optimizers_ = 0;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };

@@ -59,6 +59,13 @@ APEX_API void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                                   int64_t root = 0, int64_t chunk_bytes = kBroadcastBytes,
                                   const std::string& what = "broadcast");
 
+/// The bytes that rank `root` passes, on every rank. Other ranks' `text` is not read. Blocks the
+/// host. Errors name the operation `what`.
+/// @throws CommunicationError.
+APEX_API std::string broadcast_text(const std::string& text,
+                                    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                    int64_t root, const std::string& what);
+
 /// Replaces every tensor, in place, by the sum over ranks times `scale`. Sends one message per
 /// dtype and device. Takes floating and complex dtypes. Errors name the operation `what`.
 /// @throws InvalidArgument for a tensor of another dtype or layout, CommunicationError.

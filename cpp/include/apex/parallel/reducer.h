@@ -306,10 +306,6 @@ class APEX_API Reducer {
   /// @throws Error if one of them is in a synchronized backward of several ranks, naming it.
   static void optimizer_steps(const std::vector<at::Tensor>& parameters);
 
-  /// Whether a collective of a reducer that owns one of these parameters has failed on this rank.
-  /// Their gradients may then not be averages. Thread safe; does not block.
-  static bool has_failed(const std::vector<at::Tensor>& parameters);
-
   /// Optionally reports to the reducers that own these parameters that an optimizer has stepped.
   /// check_steps then also detects a step without a backward, and a step by kernels that do not
   /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC,
