@@ -29,7 +29,6 @@ from ddp_support import (
     check,
     check_near,
     dense,
-    floating_point_mode,
     to_reference,
     wide,
     widen,
@@ -351,9 +350,6 @@ class Machine:
         for micro in range(accumulate + 1):
             last = micro == accumulate
             with contextlib.ExitStack() as quiet:
-                if args.get("modes") and not boom:
-                    rows = args["modes"]
-                    quiet.enter_context(floating_point_mode(rows[self.rank % len(rows)]))
                 if not last:
                     self._enter_no_sync(quiet)
                 if args.get("alone"):  # an injected fault, for the tests of the generator

@@ -26,14 +26,14 @@ BATCH_TIMEOUT_S = 300  # each program has its own limit
 
 HAZARDS = (
     "accumulate", "alias", "backwards", "chain", "change", "checkpoint", "collective", "copy",
-    "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "modes",
-    "old", "optimizers", "options", "python", "raise", "rewrap", "several", "share", "skip",
-    "sparse", "syncbn",
+    "drop", "evaluate", "fail", "forwards", "freeze", "group", "held", "hook", "large", "old",
+    "optimizers", "options", "python", "raise", "rewrap", "several", "share", "skip", "sparse",
+    "syncbn", "tiny",
 )  # fmt: skip
 
 #: Operations that need the host to read other ranks' reports in every backward, or that are
 #: CPU-only.
-ON_THE_HOST = ("drop", "modes", "raise")
+ON_THE_HOST = ("drop", "raise")
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"message_size": 1},
@@ -158,14 +158,8 @@ class Draw:
             more=self._some_ranks() if self.chance("forwards", 0.2) else None,
             drop=self._some_ranks() if drops and self.chance("drop", 0.3) else None,
             no_optimizer=rng.random() < 0.2,
-            **self._modes(),
+            tiny=self.chance("tiny", 0.08),  # subnormal gradients
         )
-
-    def _modes(self) -> dict[str, Any]:
-        """Floating-point modes by rank, with subnormal gradients."""
-        rows = [self.rng.choice([None, "flush", "upward"]) for _ in range(self.world)]
-        tiny = self.rng.random() < 0.5
-        return {"modes": rows, "tiny": tiny} if self.chance("modes", 0.15) else {}
 
     def _op(self) -> Op:
         rng, m = self.rng, self._model()

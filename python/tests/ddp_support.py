@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import datetime
 import faulthandler
 import importlib.util
 import multiprocessing
 import os
 import pickle
-import platform
 import random
 import shutil
 import socket
@@ -510,24 +508,6 @@ def host_channel(value: str) -> Iterator[None]:
         yield
     finally:
         del os.environ["APEX_HOST_CHANNEL"]
-
-
-ROUND_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}  # FE_UPWARD of fenv.h
-
-
-@contextlib.contextmanager
-def floating_point_mode(mode: str | None) -> Iterator[None]:
-    """Make this thread flush subnormal numbers to zero ("flush"), or round "upward"."""
-    libm = ctypes.CDLL("libm.so.6")
-    upward = ROUND_UPWARD.get(platform.machine())
-    torch.set_flush_denormal(mode == "flush")
-    if mode == "upward" and upward is not None:
-        libm.fesetround(upward)
-    try:
-        yield
-    finally:
-        libm.fesetround(0)
-        torch.set_flush_denormal(False)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@
 #include "comm/collectives.h"
 #include "comm/slices.h"
 #include "distributed/backends.h"
-#include "floating_point_mode.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
 #include "watch/watched_group.h"
@@ -201,11 +200,9 @@ at::Tensor gather_with_headers(const Peers& peers, const at::Tensor& local, Dire
   return gathered;
 }
 
-/// Sums in the order of the ranks, and rounds to T after each addition. See Note [Floating-point
-/// modes].
+/// Sums in the order of the ranks, and rounds to T after each addition.
 template <typename T>
 void sum_values(at::Tensor& sums, const at::Tensor& gathered) {
-  const DefaultFloatingPointMode mode;
   T* const to = sums.mutable_data_ptr<T>();
   const T* from = gathered.const_data_ptr<T>();
   const int64_t numel = sums.numel();

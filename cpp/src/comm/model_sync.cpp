@@ -18,7 +18,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/received_values.h"
+#include "comm/scale_in_place.h"
 #include "fingerprint.h"
 #include "plain_text.h"
 #include "tensor_memory.h"
@@ -361,9 +361,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
     at::Tensor flat = at::cat(pieces);
     const at::Tensor message = at::isComplexType(batch.dtype) ? at::view_as_real(flat) : flat;
     run_collective(what, *group, [&] { return issue_all_reduce(what, *group, message); });
-    if (scale != 1.0) {
-      change_received(flat, [scale](const at::Tensor& part) { scale_in_place(part, scale); });
-    }
+    if (scale != 1.0) scale_in_place(flat, scale);
     std::vector<at::Tensor> targets;
     std::vector<at::Tensor> results;
     int64_t offset = 0;

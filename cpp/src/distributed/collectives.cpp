@@ -12,9 +12,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/received_values.h"
 #include "distributed/backends.h"
-#include "floating_point_mode.h"
 #include "torch_version.h"
 #include "transport/separate_group.h"
 
@@ -106,9 +104,7 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
     return parallel::issue_all_reduce(kWhat, *among, sent, divides ? Op::SUM : op);
   });
   if (!divides) return;
-  const parallel::DefaultFloatingPointMode mode;  // also for the conversion
-  parallel::change_received(sent,
-                            [size = among->getSize()](const at::Tensor& part) { part.div_(size); });
+  sent.div_(among->getSize());
   if (!sent.is_same(real)) real.copy_(sent);
 }
 

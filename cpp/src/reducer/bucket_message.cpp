@@ -11,7 +11,7 @@
 
 #include <apex/error.h>
 
-#include "comm/received_values.h"
+#include "comm/scale_in_place.h"
 #include "reducer/bucket_layout.h"
 #include "reducer/freed_memory.h"
 #include "reducer/multi_tensor.h"
@@ -349,10 +349,7 @@ void BucketMessage::pack_sparse(double scale) {
 
 at::Tensor BucketMessage::gradients_buffer() {
   const double scale = std::exchange(owed_scale_, 1.0);
-  if (scale != 1.0) {
-    change_received(gradients_of(buffer_),
-                    [scale](const at::Tensor& part) { scale_in_place(part, scale); });
-  }
+  if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
   if (kind_ != Kind::kFlat) return tensor_;
   return home_.defined() ? gradients_of(home_) : home_;
 }
@@ -392,9 +389,8 @@ void BucketMessage::assign(const at::Tensor& result) {
 void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
   const BelowAutograd guard;
   packed_ = false;
-  const auto multiply = [scale](const at::Tensor& part) { scale_in_place(part, scale); };
   if (is_sparse()) {
-    if (scale != 1.0) change_received(tensor_, multiply);
+    if (scale != 1.0) scale_in_place(tensor_, scale);
     Slot& slot = slots_.front();
     if (slot.used) slot.variable.mutable_grad() = tensor_;
     return;
@@ -405,7 +401,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
                              (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
                              slots_.front().variable.scalar_type() == dtype_;
   const double while_copying = scales_copies ? scale : 1.0;
-  if (scale != 1.0 && !scales_copies) change_received(gradients_of(tensor_), multiply);
+  if (scale != 1.0 && !scales_copies) scale_in_place(gradients_of(tensor_), scale);
   if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
@@ -431,7 +427,7 @@ void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
       sources.push_back(slot.view);
       continue;
     }
-    if (scales_copies) change_received(slot.view, multiply);
+    if (scales_copies) scale_in_place(slot.view, scale);
   }
   multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
   if (scales_copies) owed_scale_ = scale;

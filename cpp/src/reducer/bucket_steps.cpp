@@ -12,7 +12,6 @@
 
 #include <apex/error.h>
 
-#include "floating_point_mode.h"
 #include "reducer/profiler_range.h"
 #include "tensor_memory.h"
 
@@ -171,7 +170,6 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
-  const DefaultFloatingPointMode mode;  // also for the computation of the factor
   const at::Device device = entry.message.device();
   if (!device.is_cpu())
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -6,7 +6,7 @@
 
 #include <ATen/Functions.h>
 
-#include "comm/received_values.h"
+#include "comm/scale_in_place.h"
 
 namespace apex::parallel {
 

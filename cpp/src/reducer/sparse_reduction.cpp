@@ -8,7 +8,6 @@
 #include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
-#include "floating_point_mode.h"
 #include "reducer/reduction.h"
 
 namespace apex::parallel::detail {
@@ -61,7 +60,6 @@ at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
     const at::Tensor received = complex ? at::view_as_complex(values[rank]) : values[rank];
     all_values.push_back(received.narrow(0, 0, entries[rank]));
   }
-  const DefaultFloatingPointMode mode;  // every rank computes the sum itself
   return at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), mine.sizes(),
                                mine.options())
       .coalesce();

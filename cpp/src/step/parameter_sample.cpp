@@ -8,7 +8,6 @@
 #include <c10/util/Half.h>
 
 #include "fingerprint.h"
-#include "floating_point_mode.h"
 
 namespace apex::parallel {
 
@@ -70,7 +69,6 @@ bool ParameterSample::read(const Site& site, std::array<double, kElements>& valu
 }
 
 void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
-  const DefaultFloatingPointMode mode;  // as in take()
   sites_.clear();
   const size_t taken = std::min(kParameters, parameters.size());
   for (size_t i = 0; i < taken; ++i) {
@@ -86,8 +84,6 @@ void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
 }
 
 ParameterSample::Change ParameterSample::take() {
-  // Ranks that flush denormal numbers to zero would read different values than other ranks.
-  const DefaultFloatingPointMode mode;
   Change change;
   for (Site& site : sites_) {
     std::array<double, kElements> now{};
