@@ -5,24 +5,20 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
 
-#include <ATen/Functions.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <apex/distributed/launch_environment.h>
 #include <apex/error.h>
-#include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
 #include "comm/error_text.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
-#include "fingerprint.h"
 #include "transport/host_backend.h"
 #include "watch/process_state.h"
 #include "watch/watched_group.h"
@@ -362,33 +358,6 @@ int local_rank() {
   const std::lock_guard<std::mutex> lock(world_mutex());
   const World& world = require_world();
   return world.local_rank.value_or(world.group->getRank());
-}
-
-std::string host_id() {
-  const auto process = parallel::this_process();
-  return process ? process->host : std::string();
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> new_group_of_host(
-    std::optional<std::chrono::milliseconds> timeout) {
-  constexpr const char* kWhat = "new_group_of_host()";
-  const Group world = get_default_group();
-  const std::string host = host_id();
-  const int64_t digest = Fingerprint().add(host.data(), host.size()).value();
-  const auto device = parallel::control_device(world, at::Device(at::kCPU));
-  const at::Tensor mine = at::full({1}, digest, at::TensorOptions(device).dtype(at::kLong));
-  const at::Tensor all = at::empty({world->getSize()}, mine.options());
-  parallel::run_collective(kWhat, *world,
-                           [&] { return parallel::issue_all_gather(kWhat, *world, all, mine); });
-  const at::Tensor digests = all.cpu();
-  std::map<int64_t, std::vector<int>> hosts;
-  for (int rank = 0; rank < world->getSize(); ++rank)
-    hosts[digests.const_data_ptr<int64_t>()[rank]].push_back(rank);
-  Group made;
-  for (const auto& [of_host, ranks] : hosts) {
-    if (Group group = new_group(ranks, "", timeout)) made = std::move(group);
-  }
-  return made;
 }
 
 void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -11,13 +11,10 @@
 #include <apex/distributed/log.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
-#include <apex/parallel/sharded_optimizer.h>
 #include <support/processes.h>
 
 #include <poll.h>
-#include <sched.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -320,46 +317,6 @@ const Scenario kNewGroupBeside("new_group_beside", [] {
   dist::destroy_process_group();
 });
 
-// Rank 2 is on another host, if this process may create one.
-const Scenario kHostGroups("host_groups", [] {
-  bool moved = false;
-  if (variable("RANK") == "2" && ::unshare(CLONE_NEWPID) == 0) {
-    moved = true;
-    if (const pid_t child = ::fork(); child > 0) {
-      int status = 0;
-      ::waitpid(child, &status, 0);
-      ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 1);
-    }
-  }
-  const Group world = init();
-  const bool apart = all_reduce(world, moved ? 1.0 : 0.0) > 0;
-  const Group host = dist::new_group_of_host();
-  const bool alone = apart && dist::rank() == 2;
-  require(host->getSize() == (alone ? 1 : apart ? 2 : 3), "another number of ranks");
-  require(all_reduce(host, 1.0) == host->getSize(), "all-reduce is wrong");
-  torch::manual_seed(dist::rank());
-  torch::nn::Linear model(70, 90);
-  using Adam = torch::optim::Adam;
-  parallel::ShardedOptimizer<Adam> sharded(*model, host, torch::optim::AdamOptions(0.1));
-  torch::nn::Linear plain_model(70, 90);
-  for (size_t i = 0; i < 2; ++i)
-    plain_model->parameters()[i].set_data(model->parameters()[i].detach().clone());
-  Adam plain(plain_model->parameters(), torch::optim::AdamOptions(0.1));
-  for (int step = 0; step < 3; ++step) {
-    for (size_t i = 0; i < 2; ++i) {
-      const at::Tensor grad = at::ones_like(model->parameters()[i]) * (step - 1);
-      model->parameters()[i].mutable_grad() = grad;
-      plain_model->parameters()[i].mutable_grad() = grad.clone();
-    }
-    sharded.step();
-    plain.step();
-  }
-  for (size_t i = 0; i < 2; ++i)
-    require(at::equal(model->parameters()[i], plain_model->parameters()[i]), "other parameters");
-  dist::barrier();
-  dist::destroy_process_group();
-});
-
 const Scenario kNoDestroy("no_destroy", [] {
   const Group group = init();
   require(all_reduce(group, 1.0) == 2.0, "all-reduce is wrong");
@@ -518,10 +475,6 @@ TEST(ProcessGroup, FileAddress_DestroyAndInitAgain_Works) {
 
 TEST(ProcessGroup, NewGroup_MembersAndOthers_Agree) {
   EXPECT_EQ(failures_of(run_processes(ranks_of("subgroups", 3))), "");
-}
-
-TEST(ProcessGroup, NewGroupOfHost_ThreeRanksOnTwoHosts_ShareAnOptimizerWithinThem) {
-  EXPECT_EQ(failures_of(run_processes(ranks_of("host_groups", 3))), "");
 }
 
 TEST(ProcessGroup, NewGroup_OnAThread_LeavesOtherThreadsTheGroupsThatThereAre) {

@@ -121,17 +121,6 @@ APEX_API int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {}
 /// @throws apex::InvalidArgument without a default group.
 APEX_API int local_rank();
 
-/// Identifies the host of this process: its boot id and the namespace of its process ids, so that
-/// each container counts as a separate host. "" if the system does not provide it.
-APEX_API std::string host_id();
-
-/// Creates a group for each host (see host_id()) and returns this rank's, for example for a
-/// ShardedOptimizer whose parameters do not travel between hosts. All ranks of the default group
-/// must call it, as new_group(). Blocks until the ranks of all hosts have joined.
-/// @throws as new_group().
-APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group_of_host(
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
-
 /// Blocks until every rank of `group` (null: the default group) has called it.
 /// @throws apex::CommunicationError if a rank does not call it within the group's timeout.
 /// @throws apex::InvalidArgument without a default group.
