@@ -97,13 +97,15 @@ def _output(launcher: str, world: int, place: str, channel: str, end: str, folde
 
 
 def named(text: str, world: int) -> int:
-    """The number of ranks whose line, or error, names the rank that has ended."""
-    lost = rf"rank {world - 1} has ended \(process \d+, (signal 9|exit code 1)\)"
+    """The number of ranks with a line, or an error, that names the rank that has ended."""
+    lost = world - 1
+    ended = rf"rank {lost} has ended \(process \d+, (?:signal 9|exit code 1)\)"
     lines = re.findall(
-        rf"^apex: rank (\d) of {world}: {lost}, while this rank waits in: \S", text, re.M
+        rf"^apex: rank (\d) of {world}: {ended}, while this rank waits in: \S", text, re.M
     )
     assert len(lines) == len(set(lines)), f"printed twice:\n{text}"
-    return len(lines)
+    errors = re.findall(rf"Error: rank (\d)(?: of {world})?: .*\brank {lost}\b", text)
+    return len({*lines, *errors})
 
 
 @pytest.mark.processes
