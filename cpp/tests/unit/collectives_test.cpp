@@ -248,9 +248,9 @@ TEST(CollectiveWait, GroupMadeFromAnother_FailsWithIt) {
     announce_failure(own ? *made[1] : *parents[1], "x");
     EXPECT_TRUE(has_failed(*parents[1]));
     EXPECT_TRUE(has_failed(*made[1]));
-    expect_has(communication_error(
-                   [&] { wait_collective(pending(), "x", own ? *parents[0] : *made[0]); }),
-               "another rank reports");
+    expect_has(
+        communication_error([&] { wait_collective(pending(), "x", own ? *parents[0] : *made[0]); }),
+        "another rank reports");
   }
 }
 

@@ -43,7 +43,8 @@ class OverlappedOptimizer;
 /// block the host. Only rank 0 reads and writes the file, so no shared file system is needed. An
 /// error on one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
 ///
-/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scaler" and "step".
+/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scaler" and
+/// "step".
 class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, a module holder, a pointer to a module, or

@@ -137,8 +137,7 @@ class ShardedOptimizer {
       owners.push_back(owners_[i]);
     }
     broadcast_from_owners(published, owners, group_, "publication of a ShardedOptimizer's step");
-    Reducer::optimizer_stepped(parameters_,
-                               static_cast<int64_t>(reinterpret_cast<intptr_t>(this)));
+    Reducer::optimizer_stepped(parameters_, static_cast<int64_t>(reinterpret_cast<intptr_t>(this)));
   }
 
   /// Clears the gradients of all parameters.
