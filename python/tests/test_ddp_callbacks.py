@@ -309,6 +309,20 @@ def test_check_finite_names_rank_and_parameter(
     ranks.run(3, _finds_non_finite, value, options)
 
 
+def _finite_whose_sum_overflows(rank: int, world: int) -> None:
+    """Hazard: a bucket's sum, which decides where to look, is infinite although no value is."""
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), check_finite=True)
+    ddp.module.weight.register_hook(lambda grad: torch.full_like(grad, 3e38 * rank))
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+    check_near(ddp.module.weight.grad, torch.full((3, 3), 1.5e38), "average", 1e33)
+
+
+def test_check_finite_takes_values_whose_sum_overflows(ranks: RankPool) -> None:
+    ranks.run(2, _finite_whose_sum_overflows)
+
+
 # --- accumulated sums that would be reduced twice ---
 
 

@@ -94,6 +94,10 @@ def _arguments(rank: int, world: int) -> None:
     both = nn.Parameter(torch.ones(4, 4))
     with raises(ValueError, f"rank {rank}: parameter '0.1' shares memory with another one"):
         ShardedOptimizer([both, nn.Parameter(both.detach()[:2])], torch.optim.SGD, lr=0.1)
+    metas = [nn.Parameter(torch.ones(3, device="meta"), requires_grad=i == 2) for i in range(3)]
+    with raises(ValueError, "parameter '0.2' has no memory of its own"):
+        ShardedOptimizer(metas, torch.optim.SGD, lr=0.1)
+    ShardedOptimizer([*metas[:2], both], torch.optim.SGD, lr=0.1)  # frozen
     optimizer = _sharded(model)
     with raises(RuntimeError, "differs from rank 0's"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(rank + 1))]})

@@ -31,6 +31,7 @@ void broadcast_from_owners(const std::vector<at::Tensor>& tensors,
                            const std::vector<int64_t>& owners,
                            const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                            const std::string& what) {
+  if (!group) throw InvalidArgument(what + ": the process group is null");
   if (owners.size() != tensors.size()) {
     throw InvalidArgument(what + ": " + std::to_string(owners.size()) + " owners for " +
                           std::to_string(tensors.size()) + " tensors");

@@ -39,8 +39,8 @@ namespace apex::parallel::detail {
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
 //   some ranks have kept the plan, every rank throws.
 //
-// If a rank fails after its report, in user code between two exchanges (a hook's next phase), it is
-// unknown what the others have received. Then the reducer enters Phase::kFailed.
+// If a rank fails after its report, it is unknown what the others have received. Then the reducer
+// enters Phase::kFailed.
 
 // Note [Skipped steps]
 //
@@ -390,9 +390,8 @@ bool Backward::may_leave() const {
   }
   if (!outside(*plan, pass_.used).empty()) return false;
   // Members that this rank has not used need the reports of the other ranks.
-  return std::none_of(plan->entries.begin(), plan->entries.end(), [](const PlannedBucket& entry) {
-    return entry.message.has_unused() || entry.reduction->has_next_phase();
-  });
+  return std::none_of(plan->entries.begin(), plan->entries.end(),
+                      [](const PlannedBucket& entry) { return entry.message.has_unused(); });
 }
 
 void Backward::leave() {
@@ -562,7 +561,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
                            !options.skip_failed_steps && !plan().has_later_messages();
   if (!judges_last) judge(meanwhile);
-  run_next_phases(plan(), context_);
   complete_entries(meanwhile);
   if (judges_last) judge(meanwhile);
   if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)

@@ -142,21 +142,6 @@ void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) 
   context.monitor.open([&] { entry.reduction->wait(what, {}); });
 }
 
-void run_next_phases(Plan& plan, ReducerContext& context) {
-  for (bool any = true; any;) {
-    any = false;
-    for (size_t b = 0; b < plan.entries.size(); ++b) {
-      PlannedBucket& entry = plan.entries[b];
-      if (!entry.reduction->has_next_phase()) continue;
-      any = true;
-      const c10::OptionalDeviceGuard guard(entry.message.device());
-      context.monitor.open(
-          [&] { entry.reduction->next_phase(describe_bucket(entry, b, context)); });
-      context.observers.tell(&BackwardObserver::in_flight, b, *entry.reduction);
-    }
-  }
-}
-
 void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
                   ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());

@@ -33,9 +33,6 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
 /// Waits for a bucket if the next one must not be launched before it has completed.
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context);
 
-/// Runs the later phases of reductions, in the order of the buckets.
-void run_next_phases(Plan& plan, ReducerContext& context);
-
 /// Waits for a bucket. `meanwhile`: see wait_collective().
 void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
                   ReducerContext& context);

@@ -48,7 +48,6 @@ class HookReduction final : public Reduction {
     given_.gradients = bucket.views_of(given_.buffer);
     for (const BucketMessage::Slot& slot : bucket.slots())
       given_.parameters.push_back(slot.variable);
-    finishing_ = false;
     what_ = what;
     if (!alone_) {
       refuse_failed_group(what, *group_);
@@ -66,20 +65,6 @@ class HookReduction final : public Reduction {
   bool holds_back_next() const override {
     // True also after a failure, so that every rank fails before the next bucket is launched.
     return future_ && hook_->may_chain() && (!future_->completed() || future_->hasError());
-  }
-
-  bool has_next_phase() const override {
-    return future_ && !finishing_ && hook_->has_finish(given_);
-  }
-
-  void next_phase(const std::string& what) override {
-    await(what);
-    finishing_ = true;
-    try {
-      future_ = checked(hook_->finish(given_, tensor_of(future_->value())));
-    } catch (...) {
-      end(what);
-    }
   }
 
   void wait(const std::string& what, const std::function<void()>&) override {
@@ -175,7 +160,6 @@ class HookReduction final : public Reduction {
   const size_t index_;
   const bool is_last_;
   GradientBucket given_;  ///< the bucket that the hook got
-  bool finishing_ = false;
   FuturePtr future_;
   std::string what_;
 };

@@ -25,7 +25,7 @@ class BackwardObserver {
   virtual void gradient_ready(size_t /*parameter*/) {}
   /// A message is packed, and its reduction starts now.
   virtual void launched(size_t /*bucket*/, const BucketMessage& /*message*/) {}
-  /// `reduction` has started. Called again for its next phase.
+  /// `reduction` has started.
   virtual void in_flight(size_t /*bucket*/, const Reduction& /*reduction*/) {}
   /// The wait for a bucket begins (awaiting) and ends (arrived).
   virtual void awaiting(size_t /*bucket*/) {}

@@ -22,7 +22,7 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 struct ReductionTraits {
   bool has_peers = true;            ///< other ranks contribute
   bool averages = false;            ///< the result is already divided by the world size
-  bool has_later_messages = false;  ///< next_phase() or wait() issues further collectives
+  bool has_later_messages = false;  ///< wait() issues further collectives
   bool starts_at_wait = false;      ///< start() sends nothing
   bool runs_user_code = false;      ///< start() may fail on one rank only
   bool shares_memory = false;  ///< sums in memory shared by the ranks of one host: see HostBackend
@@ -31,12 +31,10 @@ struct ReductionTraits {
 
 /// The reduction of one bucket of a plan, reused in every backward:
 ///
-///     start() -> next_phase() while has_next_phase() -> wait() -> deliver(), or drop() at any
-///     time.
+///     start() -> wait() -> deliver(), or drop() at any time.
 ///
-/// The reducer issues start() and next_phase() in the same order of buckets on every rank, each
-/// from one thread, with the bucket's device current. `what` names bucket and operation in errors.
-/// Not thread safe.
+/// The reducer issues start() in the same order of buckets on every rank, each from one thread,
+/// with the bucket's device current. `what` names bucket and operation in errors. Not thread safe.
 class Reduction {
  public:
   Reduction() = default;
@@ -57,11 +55,6 @@ class Reduction {
   /// Whether later buckets must not be started yet, because their collectives might come before the
   /// ones of this bucket.
   virtual bool holds_back_next() const { return false; }
-
-  /// For a reduction with several collectives: whether another one follows the current one.
-  virtual bool has_next_phase() const { return false; }
-  /// Waits for the current collective and issues the next one.
-  virtual void next_phase(const std::string& /*what*/) {}
 
   /// Waits for the sum: the host on CPU backends, the current stream on NCCL. A second call does
   /// nothing.

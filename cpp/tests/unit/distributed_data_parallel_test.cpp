@@ -561,30 +561,6 @@ TEST(DistributedDataParallelCpp, MovedFrom_AnyUse_ThrowsOurError) {
   });
 }
 
-TEST(DistributedDataParallelCpp, HookThatThrows_Replaced_IsNotCalledForEver) {
-  run_ranks(2, [](int rank, const Group& group) {
-    struct Bad : CommHook {
-      int calls = 0;
-      c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket&) override {
-        ++calls;
-        throw std::runtime_error("the hook's own");
-      }
-    };
-    DistributedDataParallel model(torch::nn::Linear(4, 1), group);
-    const at::Tensor x = at::full({1, 4}, rank + 1.0);
-    const auto hook = std::make_shared<Bad>();
-    model.register_comm_hook(hook);
-    EXPECT_ANY_THROW(model.forward(x).sum().backward());
-    model.register_comm_hook(nullptr);
-    for (int step = 0; step < 2; ++step) {
-      model.zero_grad();
-      model.forward(x).sum().backward();
-      EXPECT_TRUE(at::allclose(model->weight.grad(), at::full({1, 4}, 1.5))) << "step " << step;
-    }
-    EXPECT_LE(hook->calls, 2) << "once more, with zeros, for ranks that may have kept it";
-  });
-}
-
 TEST(DistributedDataParallelCpp, HookOfOddResults_Backward_NamesRankHookAndBucket) {
   struct Odd : CommHook {
     explicit Odd(c10::IValue value) : value(std::move(value)) {}

@@ -123,37 +123,5 @@ TEST_F(FakeDeviceOverlap, EventsWithoutTimes_TimesAreThoseOfTheHostAndSaySo) {
   for (const BucketOverlap& bucket : report.buckets) EXPECT_LE(bucket.awaited_s, bucket.arrived_s);
 }
 
-/// Two all-reduces; the second is issued when backward has ended.
-class TwoPhases final : public parallel::CommHook {
- public:
-  explicit TwoPhases(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
-  c10::intrusive_ptr<c10::ivalue::Future> run(parallel::GradientBucket& bucket) override {
-    std::vector<at::Tensor> message{bucket.buffer};
-    return group_->allreduce(message)->getFuture();
-  }
-  bool has_finish(const parallel::GradientBucket&) const override { return true; }
-  c10::intrusive_ptr<c10::ivalue::Future> finish(parallel::GradientBucket&,
-                                                 const at::Tensor& first) override {
-    std::vector<at::Tensor> message{first};
-    return group_->allreduce(message)->getFuture();
-  }
-
- private:
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-};
-
-TEST_F(FakeDeviceOverlap, HookOfTwoPhases_ArrivesWithTheSecond) {
-  fake::set_timed_events(true);
-  Reducer reducer(model_.parameters, {group_}, small_buckets());
-  reducer.set_comm_hook(std::make_shared<TwoPhases>(group_));
-  const OverlapReport report = report_of(reducer);
-  EXPECT_EQ(report.clock, OverlapClock::kDevice);
-  expect_in_order(report);
-  for (const BucketOverlap& bucket : report.buckets) {
-    EXPECT_LT(report.last_gradient_s, bucket.arrived_s);
-  }
-  EXPECT_LT(report.buckets.front().launched_s, report.last_gradient_s);
-}
-
 }  // namespace
 }  // namespace apex::testing

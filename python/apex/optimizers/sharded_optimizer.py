@@ -128,11 +128,16 @@ class ShardedOptimizer(WrappedOptimizer):
         _core.verify_same_model(names, new, settings, group)
         seen: dict[int, int] = {}
         for i, p in enumerate(every):
-            if p.numel() and seen.setdefault(p.data_ptr(), i) != i:
-                raise ValueError(
-                    f"rank {self._rank}: parameter '{names[i - known]}' shares memory with another "
-                    "one, so two ranks would step it: pass it once."
-                )
+            address = p.data_ptr()
+            if p.numel() == 0 or (not address and not p.requires_grad):
+                continue
+            if address and seen.setdefault(address, i) == i:
+                continue
+            why = "shares memory with another one" if address else "has no memory of its own"
+            raise ValueError(
+                f"rank {self._rank}: parameter '{names[i - known]}' {why}, so it cannot be "
+                "sharded: pass each parameter once, and no tensor subclass or meta tensor."
+            )
         _core.broadcast_coalesced(new, group, 0, "broadcast of a ShardedOptimizer's parameters")
         costs = [p.numel() if p.requires_grad else 0 for p in new]
         self._owners += _core.assign_owners(costs, dist.get_world_size(self.process_group))

@@ -59,15 +59,6 @@ class APEX_API CommHook {
   /// bucket is launched only after the previous one is done, so that collectives issued from
   /// callbacks have the same order on every rank.
   virtual bool may_chain() const { return true; }
-
-  /// Whether the reduction of `bucket` takes a second collective, issued by finish().
-  virtual bool has_finish(const GradientBucket&) const { return false; }
-
-  /// Called at the end of backward for each bucket with has_finish(), in launch order. `first` is
-  /// the result of run()'s future. Returns the future of the final result. Later buckets are still
-  /// in flight.
-  virtual c10::intrusive_ptr<c10::ivalue::Future> finish(GradientBucket& bucket,
-                                                         const at::Tensor& first);
 };
 
 /// All-reduces in `dtype` (float16 or bfloat16), after dividing by the world size. Sends half the

@@ -351,8 +351,8 @@ class APEX_API Reducer {
   ///
   /// backward() still waits, as without this setting, when it records the plan or the order, when
   /// this rank misses a gradient or a parameter is outside the plan (without static_graph), with
-  /// check_finite or check_steps, under join(), and with hooks that use finish(). A new plan is
-  /// recorded. Every rank must make the same call.
+  /// check_finite or check_steps, and under join(). A new plan is recorded. Every rank must make
+  /// the same call.
   void set_deferred(bool on);
   /// The value set by set_deferred(); false by default. Does not block.
   bool deferred() const;

@@ -37,8 +37,8 @@ APEX_API std::vector<int64_t> assign_owners(const std::vector<int64_t>& costs, i
 /// Sends each tensor from its owner to all ranks, bit for bit, in one coalesced broadcast per owner
 /// and device. Strides must be the same on every rank. Collective; blocks the host (CPU) or is
 /// enqueued on the current stream (NCCL). Errors name the operation `what`.
-/// @param owners  the rank of each tensor; not read for tensors past its end.
-/// @throws InvalidArgument for another number of owners; CommunicationError.
+/// @param owners  the rank of each tensor.
+/// @throws InvalidArgument for another number of owners, or a null group; CommunicationError.
 APEX_API void broadcast_from_owners(const std::vector<at::Tensor>& tensors,
                                     const std::vector<int64_t>& owners,
                                     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
