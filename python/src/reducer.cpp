@@ -87,7 +87,6 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["reduced_by_host"] = statistics.reduced_by_host;
   result["buffers_registered"] = statistics.buffers_registered;
   result["steps_skipped"] = statistics.steps_skipped;
-  result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
   return result;
 }
@@ -162,26 +161,6 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
   if (name == "fp16") return parallel::make_compress_hook(std::move(group), at::kHalf);
   if (name == "bf16") return parallel::make_compress_hook(std::move(group), at::kBFloat16);
   throw InvalidArgument("unknown built-in communication hook '" + name + "': choose fp16 or bf16");
-}
-
-/// Owns a Python function. May be copied and destroyed without the GIL.
-std::shared_ptr<nb::object> held_without_gil(nb::object function) {
-  return {new nb::object(std::move(function)), [](nb::object* object) {
-            const nb::gil_scoped_acquire gil;
-            delete object;
-          }};
-}
-
-/// Wraps a Python callback. The result is called without the GIL.
-std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object callback) {
-  return [held = held_without_gil(std::move(callback))](const parallel::ReducedBucket& bucket) {
-    const nb::gil_scoped_acquire gil;
-    try {
-      (*held)(bucket.index, bucket.parameters);
-    } catch (nb::python_error& error) {
-      rethrow(error, "a bucket callback raised ");
-    }
-  };
 }
 
 }  // namespace
@@ -308,10 +287,6 @@ void init_reducer(nb::module_& m) {
            "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
-      .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())
-      .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())
-      .def("wait", &Reducer::wait, release())
-      .def("in_flight", &Reducer::in_flight, release())
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release())
       .def("release", &Reducer::release, release())
       .def(

@@ -71,14 +71,10 @@ class RanksFailed(AssertionError):
 
 
 def forget_amp() -> None:
-    """Undo amp.init() and amp.initialize(), which affect the whole process.
-
-    The next test's scale_loss must not wait for an OverlappedOptimizer that has failed.
-    """
+    """Undo amp.init() and amp.initialize(), which affect the whole process."""
     amp = sys.modules.get("apex.amp")
     if amp is None:
         return
-    sys.modules["apex._internal.pending"].holders.clear()
     state = amp._amp_state
     if state.handle is not None:
         state.handle._deactivate()

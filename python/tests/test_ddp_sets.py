@@ -25,7 +25,7 @@ from ddp_support import (
 )
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -205,39 +205,6 @@ def _dtype_and_back(rank: int, world: int, channel: str) -> None:
 @CHANNEL
 def test_a_dtype_changed_and_changed_back_on_one_rank(ranks: RankPool, channel: str) -> None:
     ranks.run(2, _dtype_and_back, channel)
-
-
-# --- updates under the next forward ---
-
-
-def _overlapped(rank: int, world: int, channel: str) -> None:
-    """A deferred backward does not return before a frozen parameter's older gradient is
-    averaged."""
-    ddp = _wrapper(rank, channel)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), ddp)
-    layer = ddp.module.layers[1]
-    for round_ in range(3):
-        for frozen in (True, False):
-            layer.requires_grad_(not frozen)
-            for step in range(6):  # until the plan of this set is deferred
-                _loss(ddp, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        with ddp.no_sync():
-            _loss(ddp, rank, 50 + round_).backward()
-        layer.requires_grad_(False)
-        _loss(ddp, rank, 60 + round_).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.synchronize()
-        check_same_on_all_ranks(list(ddp.parameters()), f"round {round_}")
-
-
-@CHANNEL
-def test_overlapped_optimizer_with_gradients_accumulated_before_freezing(
-    ranks: RankPool, channel: str
-) -> None:
-    ranks.run(2, _overlapped, channel)
 
 
 # --- plans that were loaded ---

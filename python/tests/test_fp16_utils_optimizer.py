@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from apex import fp16_utils
-from apex._internal import pending
 from apex.amp.scaler import LossScaler
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel.LARC import LARC

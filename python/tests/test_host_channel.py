@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from apex import _core
 from apex._internal.group_names import name_of
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -208,28 +208,6 @@ def _dies_in_backward(rank: int, world: int) -> None:
 
 def test_rank_that_dies_is_named_by_its_process(ranks: RankPool) -> None:
     ranks.run(3, _dies_in_backward, lost=(1,))
-
-
-def _waits_elsewhere(rank: int, world: int, size: int) -> None:
-    """Rank 0 needs the others' updates while they wait for it, for example to save a checkpoint."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
-    ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
-    for step in range(8):
-        optimizer.zero_grad()
-        ddp(torch.randn(2, size)).square().mean().backward()
-        optimizer.step()
-        if rank == step % world:
-            optimizer.state_dict()  # completes the step
-        dist.barrier()
-    optimizer.synchronize()
-    check(ddp.statistics()["deferred"] > 0, "no backward was deferred")
-
-
-@pytest.mark.parametrize("size", [8, 200])
-def test_rank_that_does_something_else_holds_nobody_up(ranks: RankPool, size: int) -> None:
-    ranks.run(3, _waits_elsewhere, size)
 
 
 def _fork_is_no_rank(rank: int, world: int) -> None:

@@ -20,7 +20,6 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlapped_optimizer.h>
 
 #include "comm/error_text.h"
 #include "plain_text.h"

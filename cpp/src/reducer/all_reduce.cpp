@@ -100,10 +100,6 @@ class AllReduce final : public Reduction {
     }
   }
 
-  void leave() override {
-    if (auto* const work = dynamic_cast<SlicedWork*>(work_.get())) work->leave();
-  }
-
   void drop() noexcept override {
     work_.reset();
     loan_.forget();

@@ -32,8 +32,8 @@ namespace apex::parallel::detail {
 // backward through once it has begun. A rank without gradients sends zeros, and its report gives
 // the reason:
 //
-// - It failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
-//   this backward is invalid. Every rank throws, and all can continue with the next backward.
+// - It failed: an exception ended its backward, in the module or in a hook. Then this backward is
+//   invalid. Every rank throws, and all can continue with the next backward.
 // - It left the plan (rebuild_buckets(), another communication hook, another set of trainable
 //   parameters).
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
@@ -52,40 +52,7 @@ namespace apex::parallel::detail {
 //
 // With skip_failed_steps a failed backward ends in the same way.
 
-// Note [Backwards that end before their buckets have arrived]
-//
-// If backward waits for the last bucket, a step takes at least its forward plus the longer of
-// backward and communication. But the next forward can begin earlier, and wait for each parameter
-// when it uses it. Then the buckets of the first layers should complete first, although their
-// gradients are computed last. (Y. Peng et al., "A Generic Communication Scheduler for Distributed
-// DNN Training Acceleration", SOSP 2019; A. Jayarajan et al., "Priority-based Parameter Propagation
-// for Distributed DNN Training", MLSys 2019.)
-//
-// All ranks must launch in one order, so priorities cannot depend on which buckets are ready. A
-// fixed order works. Buckets that have completed by the end of backward keep their positions, and
-// so does the bucket that is on the network at that time. The other buckets still wait for the
-// network. They are launched in the order in which the next forward needs them, which is the
-// reverse of the order of backward. Rank 0 measures the number of completed buckets in the third
-// backward with a plan. A plan that the user has set is not reordered.
-//
-// While a backward is deferred, its gradients are not complete, and nothing may be added to them.
-// The next backward (at its first output), and any change of plan, hook or callback, first complete
-// the deferred backward. If a parameter gets a gradient before its last one was waited for, forward
-// used it before its update. That is an error.
-
 namespace {
-
-constexpr int64_t kOrderAfter = 3;
-
-constexpr const char* kSkippedTooLate =
-    "another rank called skip_step() in this backward, but here a bucket callback or an "
-    "OverlappedOptimizer used the gradients before this was known, so parameters may differ: use "
-    "the same on every rank, and restart from a checkpoint";
-
-/// @param backwards  number of backwards with this plan, including this one.
-bool is_to_be_ordered(const Plan& plan, int64_t backwards, const ReducerContext& context) {
-  return context.defers && !plan.preset && !plan.ordered && backwards >= kOrderAfter;
-}
 
 /// Whether two plans hold the same parameters.
 bool holds_same(const BucketPlan& left, const BucketPlan& right) {
@@ -121,17 +88,6 @@ std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_
 
 }  // namespace
 
-std::vector<int64_t> ReducerState::in_flight() const {
-  std::vector<int64_t> waiting;
-  if (context.phase != Phase::kDeferred) return waiting;
-  const Plan& plan = *book.current();
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    const int64_t bucket = plan.places[i].bucket;
-    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
-  }
-  return waiting;
-}
-
 Backward::Backward(ReducerState& state, BackwardPass pass)
     : state_(state),
       context_(state.context),
@@ -147,16 +103,7 @@ std::string Backward::describe_early_write(const ReducerContext& context,
                                            const Parameter& parameter) {
   return context.me() + "parameter '" + parameter.name +
          "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
-         "of the average. Step after backward. To overlap steps with communication, use "
-         "OverlappedOptimizer or a bucket callback (register_bucket_callback)";
-}
-
-std::string Backward::describe_overtaken(const Parameter& parameter) {
-  return "parameter '" + parameter.name +
-         "' got a gradient, but forward used it before its last update was complete, because it "
-         "was not used through the forward of the module that owns it. Call "
-         "OverlappedOptimizer.synchronize() (in C++ Reducer::wait_for()) before such a use, or "
-         "train without OverlappedOptimizer.";
+         "of the average: step after backward";
 }
 
 std::string Backward::describe() const {
@@ -188,13 +135,12 @@ std::string Backward::describe() const {
 void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Parameter& parameter = context_.parameters[index];
   if (context_.phase == Phase::kEnding) {
-    throw Error(
-        context_.me() + "parameter '" + parameter.name +
-        "' got a gradient while another backward was ending: a bucket callback must not start one");
+    throw Error(context_.me() + "parameter '" + parameter.name +
+                "' got a gradient while another backward was ending: a communication hook must not "
+                "start one");
   }
   GradientState& gradient = pass_.gradients[index];
   reporter_.tracker.gradient_arrived(/*synchronized=*/true);
-  if (pass_.overtaken[index] != 0) pass_.fail(context_.me() + describe_overtaken(parameter));
   // Each rank has its own gradient, so each rank has written other values. An optimizer's fused
   // kernels do not change the version; refuse_early_step() detects those.
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
@@ -342,16 +288,7 @@ void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
 
 // --- all gradients are computed: this rank sends ---
 
-void Backward::see_what_has_arrived() {
-  const Plan* plan = book_.current();
-  if (plan == nullptr || !is_to_be_ordered(*plan, plan->backwards + 1, context_)) return;
-  // done() may query a device, so other backwards do not call it.
-  while (pass_.done < pass_.next_launch && plan->entries[pass_.done].reduction->done())
-    ++pass_.done;
-}
-
 void Backward::send_gradients() {
-  see_what_has_arrived();
   if (const Plan* plan = book_.current()) {
     const size_t all = plan->plain_buckets();
     launch_buckets(all, {});
@@ -362,7 +299,6 @@ void Backward::send_gradients() {
 }
 
 void Backward::send() {
-  see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) return launch_rest(report);
@@ -378,27 +314,6 @@ void Backward::send() {
 /// of the parameters, which determine the sizes of messages.
 std::string Backward::settings() const {
   return context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
-}
-
-bool Backward::may_leave() const {
-  const Plan* plan = book_.current();
-  if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
-      context_.options.check_finite || context_.options.weighted ||
-      context_.options.check_steps.value_or(false) || plan->backwards <= kOrderAfter ||
-      !(plan->ordered || plan->preset) || !pass_.error.empty()) {
-    return false;
-  }
-  if (!outside(*plan, pass_.used).empty()) return false;
-  // Members that this rank has not used need the reports of the other ranks.
-  return std::none_of(plan->entries.begin(), plan->entries.end(),
-                      [](const PlannedBucket& entry) { return entry.message.has_unused(); });
-}
-
-void Backward::leave() {
-  for (PlannedBucket& entry : plan().entries) entry.reduction->leave();
-  context_.enter(Phase::kDeferred);
-  context_.statistics.add(&ReducerStatistics::deferred);
-  context_.observers.tell(&BackwardObserver::deferred);
 }
 
 // --- a backward without a plan ---
@@ -512,10 +427,7 @@ bool Backward::must_read() const {
     return true;
   }
   const Plan& plan = *book_.current();
-  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip) ||
-      is_to_be_ordered(plan, plan.backwards, context_)) {
-    return true;
-  }
+  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
   return std::any_of(plan.entries.begin(), plan.entries.end(),
                      [](const PlannedBucket& entry) { return entry.message.has_unused(); }) ||
          !outside(plan, pass_.used).empty();
@@ -549,22 +461,14 @@ void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slot
 }
 
 void Backward::complete(const std::function<void()>& meanwhile) {
-  if (context_.phase == Phase::kDeferred) context_.enter(Phase::kEnding);
   if (reporter_.without_data && book_.current() != nullptr && context_.reads_reports()) {
     const StepTable& table = reporter_.receive(meanwhile);
     if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
   }
   if (book_.current() == nullptr) record(meanwhile);
   const ReducerOptions& options = context_.options;
-  // If later exchanges follow, the reports must be read before them. Otherwise a bucket callback is
-  // called as soon as its bucket has completed.
-  const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
-                           !options.skip_failed_steps && !plan().has_later_messages();
-  if (!judges_last) judge(meanwhile);
-  complete_entries(meanwhile);
-  if (judges_last) judge(meanwhile);
-  if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
-    pass_.fail(context_.me() + kSkippedTooLate);
+  judge(meanwhile);
+  for (size_t b = 0; b < plan().entries.size(); ++b) complete_entry(b, meanwhile);
   settle();
   context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports()) {
@@ -575,7 +479,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     }
     compare_replicas(table);
   }
-  order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);
 }
@@ -589,7 +492,6 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
     if (pass_.failure) std::rethrow_exception(pass_.failure);
     throw;
   }
-  entry.completed = true;
   if (pass_.failure) return;
   try {
     hand_out_bucket(entry, pass_, context_);
@@ -597,33 +499,6 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
-    return;
-  }
-  if (!entry.message.has_unused())
-    call_back(static_cast<int64_t>(index), entry.message.slots(), true);
-}
-
-void Backward::complete_entries(const std::function<void()>& meanwhile) {
-  for (size_t b = 0; b < plan().entries.size(); ++b) {
-    if (!plan().entries[b].completed) complete_entry(b, meanwhile);  // else done while deferred
-  }
-}
-
-/// Calls the bucket callback. Its exception is rethrown after all messages to other ranks were
-/// sent.
-void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
-                         bool all_used) {
-  if (!context_.bucket_callback || pass_.callback_error || pass_.failure || pass_.skipped) return;
-  ReducedBucket reduced;
-  reduced.index = bucket;
-  for (const BucketMessage::Slot& slot : slots) {
-    if (all_used || pass_.used_by_any[slot.parameter]) reduced.parameters.push_back(slot.parameter);
-  }
-  if (reduced.parameters.empty()) return;
-  try {
-    context_.monitor.open([&] { context_.bucket_callback(reduced); });
-  } catch (...) {
-    pass_.callback_error = std::current_exception();
   }
 }
 
@@ -631,13 +506,10 @@ void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>&
 void Backward::settle() {
   Plan& plan = this->plan();
   bool missed = plan.watches_unplanned;
-  std::vector<std::pair<int64_t, std::vector<BucketMessage::Slot>>> unsettled;
   for (size_t b = 0; b < plan.entries.size(); ++b) {
     BucketMessage& message = plan.entries[b].message;
     if (message.has_unused()) {
       missed = true;
-      if (context_.bucket_callback)
-        unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
       if (pass_.failure) continue;
       message.settle(pass_.used_by_any);
       clear_without_weight(message.slots());
@@ -660,11 +532,10 @@ void Backward::settle() {
                                   added.buckets.end());
       build_entries(plan, context_);
       plan.backwards = 0;
-      plan.preset = plan.ordered = false;
+      plan.preset = false;
       context_.statistics.add(&ReducerStatistics::plans_extended);
     }
   }
-  for (const auto& [bucket, slots] : unsettled) call_back(bucket, slots, false);
 }
 
 void Backward::reduce_late(const std::vector<int64_t>& late) {
@@ -673,7 +544,6 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
       [this](const auto& slots) {
         clear_without_weight(slots);
         find_non_finite_sum(slots);
-        call_back(-1, slots, true);
       },
       context_);
 }
@@ -707,20 +577,6 @@ void Backward::compare_replicas(const StepTable& table) {
   } else if (context_.members.rank == 0) {
     notify(why);
   }
-}
-
-void Backward::order_by_need() {
-  if (!is_to_be_ordered(plan(), plan().backwards, context_)) return;
-  BucketPlan ordered = plan().buckets;
-  // One more bucket is on the network.
-  const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
-  std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
-  const auto count = static_cast<int64_t>(context_.parameters.size());
-  ordered = context_.monitor.open([&] { return broadcast_plan(context_.members, ordered, count); });
-  plan().ordered = true;
-  if (ordered == plan().buckets) return;
-  plan().buckets = std::move(ordered);
-  build_entries(plan(), context_);
 }
 
 // --- the end of a backward ---

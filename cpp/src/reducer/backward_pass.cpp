@@ -9,7 +9,6 @@ void BackwardPass::rethrow() const {
   if (!out_of_step.empty()) throw RankMismatch(out_of_step);
   if (!error.empty()) throw Error(error);
   if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
-  if (callback_error) std::rethrow_exception(callback_error);
 }
 
 }  // namespace apex::parallel::detail

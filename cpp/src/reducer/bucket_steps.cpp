@@ -130,7 +130,6 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     // The name must be the same as on ranks that send gradients: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
-    entry.reduction->leave();
   }
   // The report follows.
   if (end > 0) let_next_pass(entries[end - 1], end - 1, context);
@@ -165,7 +164,7 @@ void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerCont
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
                  const BackwardPass& pass,
-                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
+                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
                  ReducerContext& context) {
   const std::string what = "all-reduce of late gradients";
   std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
@@ -180,7 +179,7 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
     context.monitor.open([&] { entry.reduction->wait(what, {}); });
     hand_out_bucket(entry, pass, context);
     entry.message.settle(used_by_any);
-    call_back(entry.message.slots());
+    completed(entry.message.slots());
   }
 }
 

@@ -35,7 +35,6 @@ struct ReducerContext {
   ParameterTable parameters;
   const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
-  std::function<void(const ReducedBucket&)> bucket_callback;
   Observers observers;
   StatisticsCounter statistics;
   int64_t plans_built = 0;
@@ -44,7 +43,6 @@ struct ReducerContext {
   int64_t divisor;              ///< of the average: the number of ranks, or of ranks with data
   double total_weight = 0;      ///< of all ranks, with the option weighted
   bool joining = false;         ///< between begin_join() and end_join()
-  bool defers = false;          ///< backward may end before its buckets have completed
   Phase phase = Phase::kIdle;
   /// Under join(): the end of the backward in progress must be announced before its buckets are
   /// launched, so that the order is the same on ranks without data.
@@ -64,9 +62,8 @@ struct ReducerContext {
 
   /// Describes the settings that may change between backwards and must be the same on all ranks.
   std::string describe_settings() const {
-    return (hook ? "the communication hook '" + hook->name() + "'"
-                 : std::string("no communication hook")) +
-           (defers ? ", an OverlappedOptimizer (set_deferred)" : "");
+    return hook ? "the communication hook '" + hook->name() + "'"
+                : std::string("no communication hook");
   }
 
   void enter(Phase next) {

@@ -97,7 +97,7 @@ void choose_plan(ReducerState& state) {
   book.choose(trainable);
 }
 
-BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
+BackwardPass open_pass(ReducerState& state) {
   ReducerContext& context = state.context;
   ParameterTable& parameters = context.parameters;
   std::optional<c10::Device> device;
@@ -112,8 +112,6 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
   context.observers.tell(&BackwardObserver::began, device, parameters.size());
 
   BackwardPass pass(parameters.size());
-  pass.overtaken.swap(overtaken);
-  overtaken.assign(parameters.size(), 0);
   bool changed = false;
   bool touched_changed = false;
   for (size_t i = 0; i < parameters.size(); ++i) {

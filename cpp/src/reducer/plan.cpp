@@ -112,7 +112,7 @@ bool has_unplanned(const Plan& plan, const ReducerContext& context) {
 
 void PlannedBucket::reset() {
   pending = members;
-  launched = completed = false;
+  launched = false;
   producers.clear();
   absent = at::Tensor();
 }
@@ -125,11 +125,6 @@ void Plan::move_misplaced_gradients() {
   std::vector<const BucketMessage*> all;
   for (const PlannedBucket& entry : entries) all.push_back(&entry.message);
   for (PlannedBucket& entry : entries) entry.message.move_misplaced(all);
-}
-
-bool Plan::has_later_messages() const {
-  return std::any_of(entries.begin(), entries.end(),
-                     [](const PlannedBucket& entry) { return entry.traits.has_later_messages; });
 }
 
 void build_entries(Plan& plan, ReducerContext& context) {

@@ -36,7 +36,6 @@ struct PlannedBucket {
   int64_t members = 0;  ///< parameters that must fire before it is launched
   int64_t pending = 0;  ///< members that have not fired yet
   bool launched = false;
-  bool completed = false;                  ///< waited for and unpacked, and its callback was called
   std::vector<c10::Stream> producers;      ///< streams that produced its gradients
   std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
   at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
@@ -60,8 +59,7 @@ struct Plan {
   std::vector<PlannedBucket> entries;  ///< by bucket
   bool carries_report = false;         ///< the report follows the gradients of the last bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
-  bool preset = false;                 ///< given by the user, not reordered
-  bool ordered = false;                ///< reordered for the next forward
+  bool preset = false;                 ///< given by the user
   int64_t number = 0;                  ///< among the reducer's plans, from 1
   int64_t backwards = 0;               ///< number of backwards with this plan
   bool holds_gradients = false;        ///< its messages are those of the last backward
@@ -70,8 +68,6 @@ struct Plan {
 
   /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
-  /// Whether a reduction issues further collectives after the launch.
-  bool has_later_messages() const;
   /// See BucketMessage::move_misplaced().
   void move_misplaced_gradients();
   void reset();

@@ -95,12 +95,7 @@ void require_fits(const BucketPlan& plan, const detail::ParameterTable& paramete
 /// @throws Error if it is too late for this rank to skip a step.
 void refuse_to_skip(const detail::ReducerContext& context) {
   const char* reason = nullptr;
-  if (context.defers || (context.bucket_callback && !context.options.skip_failed_steps)) {
-    reason =
-        "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
-        "whether a rank skips the step: step after backward, or, with a callback, construct with "
-        "on_failure='skip' (skip_failed_steps)";
-  } else if (!context.members.alone() && !context.reads_reports()) {
+  if (!context.members.alone() && !context.reads_reports()) {
     reason =
         "on this device the host does not read the other ranks' reports: construct with "
         "check_reduction=True or on_failure='skip' (in C++, check_steps or skip_failed_steps)";
@@ -166,34 +161,6 @@ void Reducer::rebuild_buckets() {
   core_->between_backwards("rebuild_buckets()", [&](ReducerState&) {
     core_->leave_plan(ReasonToLeave::kRebuildBuckets);
   });
-}
-void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
-  core_->between_backwards("set_bucket_callback()", [&](ReducerState& state) {
-    state.context.bucket_callback = std::move(callback);
-  });
-}
-void Reducer::set_deferred(bool on) {
-  core_->between_backwards("set_deferred()", [&](ReducerState& state) {
-    if (state.context.defers == on) return;
-    if (on && state.context.options.skip_failed_steps) {
-      throw InvalidArgument(
-          "with OverlappedOptimizer (set_deferred) parameters are updated before it is known "
-          "whether another rank failed, so failed steps cannot be skipped: construct without "
-          "on_failure='skip' (skip_failed_steps)");
-    }
-    state.context.defers = on;
-    core_->leave_plan(ReasonToLeave::kDeferred);
-  });
-}
-void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
-void Reducer::wait() {
-  core_->between_backwards("wait()", [](ReducerState&) {});
-}
-bool Reducer::deferred() const {
-  return core_->read([](const ReducerState& state) { return state.context.defers; });
-}
-std::vector<int64_t> Reducer::in_flight() const {
-  return core_->read([](const ReducerState& state) { return state.in_flight(); });
 }
 c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
   return core_->read([](const ReducerState& state) {

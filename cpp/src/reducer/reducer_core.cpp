@@ -87,8 +87,7 @@ std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                          ReducerOptions options)
     : state_(std::move(parameters), std::move(groups), std::move(options), this),
-      uneven_(context(), this),
-      overtaken_(context().parameters.size(), 0) {}
+      uneven_(context(), this) {}
 
 ReducerCore::~ReducerCore() {
   BackwardSession::drop(this);
@@ -139,9 +138,7 @@ void ReducerCore::refuse_in_backward(const char* what) const {
 
 void ReducerCore::prepare_for_forward() {
   const Change change(context().monitor);
-  forward_since_ = true;
   if (in_backward(context().phase) || !context().parameters.changed()) return;
-  complete_deferred();
   // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
   // trainable parameters is checked when a backward begins.
   const bool same_kind = context().parameters.same_kind();
@@ -176,44 +173,15 @@ void ReducerCore::release() {
   refuse_in_backward("release()");
   const Change change(context().monitor);
   if (context().phase == Phase::kReleased) return;
-  if (context().phase == Phase::kDeferred) {
-    backward_->pass().refused = true;
-    backward_->fail();
-  }
-  backward_.reset();
   state_.book.forget();
   state_.reporter.drop();
   context().hook.reset();
-  context().bucket_callback = nullptr;
   context().members.release();
   context().enter(Phase::kReleased);
 }
 
-void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
-  const Change change(context().monitor);
-  for (const int64_t index : parameters) {
-    if (index < 0 || static_cast<size_t>(index) >= context().parameters.size()) {
-      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) +
-                            " is not one of the " + std::to_string(context().parameters.size()) +
-                            " parameters");
-    }
-    // Not in a checkpointed segment that backward runs again.
-    if (context().phase != Phase::kDeferred) return;
-    const Plan& plan = *state_.book.current();
-    const int64_t bucket = plan.places[index].bucket;
-    if (bucket < 0 || plan.entries[bucket].completed) continue;
-    or_fail([&] { backward_->complete_entry(static_cast<size_t>(bucket), {}); });
-    if (!backward_) return;
-    if (backward_->pass().failure) return complete_deferred();  // throws it
-    if (auto& error = backward_->pass().callback_error)
-      std::rethrow_exception(std::exchange(error, nullptr));
-  }
-  if (state_.in_flight().empty()) complete_deferred();
-}
-
 std::vector<at::Tensor> ReducerCore::buffers() {
   const Change change(context().monitor);
-  complete_deferred();
   std::vector<at::Tensor> buffers;
   Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
@@ -232,7 +200,7 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
-  BackwardPass pass = open_pass(state_, overtaken_);
+  BackwardPass pass = open_pass(state_);
   state_.reporter.without_data = true;
   choose_plan(state_);
   by_hand_ = std::make_shared<BackwardSession>();
@@ -288,7 +256,6 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   if (in_backward(context().phase)) return;
   if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
-    overtake_deferred();
     if (context().options.weighted && trains_any()) state_.reporter.weight.backward_began();
     uneven_.announce_local_backward();
     return;
@@ -304,11 +271,10 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
 }
 
 void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
-  overtake_deferred();
   refuse_failed(context());
   require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
                      "this reducer");
-  BackwardPass pass = open_pass(state_, overtaken_);
+  BackwardPass pass = open_pass(state_);
   refuse_failed(context());
   if (context().joining) {
     JoinEvent event{JoinEvent::kBackward};
@@ -327,16 +293,6 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
   if (backward_->launched_all()) session_->turn_over(this);
-}
-
-/// Before a backward: completes the last one, and records the parameters that forward did not wait
-/// for.
-void ReducerCore::overtake_deferred() {
-  const std::vector<int64_t> overtaken = state_.in_flight();
-  complete_deferred();
-  // Without a forward since then, no parameter was used before its update.
-  if (!std::exchange(forward_since_, false)) return;
-  for (const int64_t i : overtaken) overtaken_[i] = 1;
 }
 
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
@@ -374,12 +330,9 @@ void ReducerCore::adopt(const Parameter& parameter) {
 bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
-    overtake_deferred();
     state_.reporter.weight.backward_began();
     state_.reporter.tracker.gradient_arrived(/*synchronized=*/false);
     parameter.touch();
-    if (overtaken_[index] != 0)
-      throw Error(context().me() + Backward::describe_overtaken(parameter));
     return false;
   }
   begin_backward(BackwardSession::current());
@@ -448,12 +401,7 @@ void ReducerCore::complete(const BackwardSession* session, const std::function<v
   if (session_ != session) return;
   const ProfilerRange range("apex::reducer::finish_backward");
   session_ = nullptr;
-  if (backward_->may_leave()) {
-    forward_since_ = false;
-    backward_->leave();
-  } else {
-    finish(meanwhile);
-  }
+  finish(meanwhile);
   if (context().parameters.retired()) retire();  // this backward had taken the parameters back
 }
 
@@ -463,10 +411,6 @@ void ReducerCore::finish(const std::function<void()>& meanwhile) {
   state_.reporter.backward_ended();
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->conclude();
-}
-
-void ReducerCore::complete_deferred() {
-  if (context().phase == Phase::kDeferred) finish({});
 }
 
 void ReducerCore::abandon_gradients(const BackwardSession* session) noexcept {

@@ -61,9 +61,6 @@ class Reduction {
   /// @param meanwhile  see wait_collective(); may be empty.
   virtual void wait(const std::string& what, const std::function<void()>& meanwhile) = 0;
 
-  /// Called if backward returns before wait(). Other ranks must not depend on this rank until then.
-  virtual void leave() {}
-
   /// After wait(): writes the sum into the message, unless it is there already.
   virtual void deliver(BucketMessage& /*bucket*/) {}
 

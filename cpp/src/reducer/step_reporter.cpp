@@ -106,8 +106,7 @@ std::string StepReporter::compare(const StepTable& table) {
       break;
   }
   // Ranks may update different parameters on purpose in every step, and reading all parameters is
-  // slow. With an OverlappedOptimizer this rank may have updated them since the backward began.
-  if (context_.defers) return {};
+  // slow.
   ++differences_;
   const bool asked = (differences_ & (differences_ - 1)) == 0;
   if (!asked || !parameters_differ(table.trainable_set())) return {};

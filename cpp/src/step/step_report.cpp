@@ -71,7 +71,6 @@ const char* const kReasons[] = {"",
                                 "rebuild_buckets()",
                                 "another communication hook",
                                 "load_bucket_plan()",
-                                "another use of OverlappedOptimizer",
                                 "parameters of another dtype, device or shape",
                                 "other parameters are trainable"};
 

@@ -70,7 +70,6 @@ enum class ReasonToLeave : int64_t {
   kRebuildBuckets,
   kCommHook,
   kPlan,
-  kDeferred,
   kParameters,
   kSet,  ///< other parameters are trainable
 };

@@ -203,48 +203,6 @@ TEST(ReducerOverlap, RankThatMissesAGradient_IsReadyWhenItIsSent) {
   });
 }
 
-TEST(ReducerOverlap, DeferredBackward_IsReportedWhenAllIsThere_AndForwardHidesTheRest) {
-  constexpr int kSettled = 4;  // backwards until the first deferred one
-  const auto control = ThreadBackendControl::create(kWorld);
-  run_ranks(control, [&](int rank, const Group& group) {
-    ToyModel model = toy_model();
-    Reducer reducer(model.parameters, {group}, small_buckets());
-    reducer.set_deferred(true);
-    reducer.record_overlap(true);
-    for (int step = 0; step < kSettled; ++step) {
-      backward(reducer, model, rank + step);
-      reducer.wait();
-    }
-    const auto before = reducer.overlap_report();
-    ASSERT_TRUE(before);
-    const uint64_t first = control->issued(rank);
-    const size_t buckets = reducer.plan()->buckets.size();
-    for (uint64_t seq = first; seq < first + buckets; ++seq) control->hold(seq);
-    const int64_t deferred = reducer.statistics().deferred;
-    backward(reducer, model, rank);
-    ASSERT_EQ(reducer.statistics().deferred, deferred + 1);
-    EXPECT_EQ(reducer.overlap_report()->backward_s, before->backward_s) << "nothing has arrived";
-    // Once both ranks' backwards have returned.
-    std::vector<at::Tensor> meeting{at::zeros({1})};
-    group->allreduce(meeting)->wait();
-    for (uint64_t seq = first; seq < first + buckets; ++seq) {
-      control->release(seq);
-      control->wait_until_completed(seq);
-    }
-    reducer.wait();
-    const auto report = reducer.overlap_report();
-    ASSERT_TRUE(report);
-    expect_in_order(*report);
-    EXPECT_EQ(members(*report), reducer.plan()->buckets);
-    for (const BucketOverlap& bucket : report->buckets) {
-      EXPECT_LT(report->backward_s, bucket.arrived_s);
-      EXPECT_LE(bucket.arrived_s, bucket.awaited_s);
-      EXPECT_LE(bucket.exposed_s, report->backward_s - report->last_gradient_s + 1e-12);
-    }
-    EXPECT_GT(report->hidden_s, 0);
-  });
-}
-
 TEST(ReducerOverlap, FailedBackward_LeavesTheReportOfTheLastOne) {
   run_ranks(kWorld, [](int rank, const Group& group) {
     ToyModel model = toy_model();

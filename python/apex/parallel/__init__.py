@@ -11,7 +11,6 @@ from apex.parallel import LARC
 from apex.parallel._stalls import stall_report
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
 from apex.parallel.overlap_report import BucketOverlap, OverlapReport
-from apex.parallel.overlapped_optimizer import OverlappedOptimizer
 from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 from apex.parallel.syncbn_convert import (
@@ -25,7 +24,6 @@ __all__ = [
     "DistributedDataParallel",
     "LARC",
     "OverlapReport",
-    "OverlappedOptimizer",
     "RankTimes",
     "ReduceOp",
     "Reducer",

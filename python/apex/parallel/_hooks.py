@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hooks and callbacks of a DistributedDataParallel's reduction."""
+"""The communication hooks of a DistributedDataParallel's reduction."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from apex import _core
-from apex.parallel._comm_hook import RegisteredHook, make_runner, require_alive
+from apex.parallel._comm_hook import RegisteredHook, make_runner
 from apex.parallel._timeline import Timeline
 
 #: A script's hook, or the name of a built-in one.
 CommHook = RegisteredHook | str
-
-
-class ReducedBucket(NamedTuple):
-    """The argument of a bucket callback."""
-
-    index: int  # type: ignore[assignment]  # hides tuple.index()
-    parameters: list[nn.Parameter]
 
 
 class Hooks:
@@ -30,8 +23,6 @@ class Hooks:
     Copies of the wrapper have the same communication hook, but no callback or optimizer.
     """
 
-    callback: Callable[[ReducedBucket], None] | None = None
-    optimizer: Any = None  # the OverlappedOptimizer, if any
     timeline: Timeline | None = None  # while overlap is recorded
     comm_hook: CommHook | None = None
     _parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
@@ -41,10 +32,6 @@ class Hooks:
         self._parameters = parameters
         if self.comm_hook is not None:
             self._install_comm_hook(reducer, self.comm_hook)
-        if self.callback is not None or self.optimizer is not None:
-            self._install_callback(reducer)
-        if self.optimizer is not None:
-            reducer.set_deferred(True)
         if self.timeline is not None:
             self.timeline.parameters = parameters
             reducer.record_overlap(True)
@@ -81,22 +68,6 @@ class Hooks:
         self.timeline = Timeline() if on else None
         if self.timeline is not None:
             self.timeline.parameters = self._parameters
-
-    def _install_callback(self, reducer: _core.Reducer) -> None:
-        if self.callback is None and self.optimizer is None:
-            reducer.set_bucket_callback(None)
-            return
-        reference = weakref.ref(self)  # see Note [Weak references of the engine]
-
-        def run(index: int, members: list[int]) -> None:
-            hooks = require_alive(reference, "a bucket callback")
-            bucket = ReducedBucket(index, [hooks._parameters[i] for i in members])
-            if hooks.callback is not None:
-                hooks.callback(bucket)
-            if hooks.optimizer is not None:
-                hooks.optimizer._bucket_arrived(bucket)
-
-        reducer.set_bucket_callback(run)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("comm_hook", "timeline")

@@ -40,7 +40,6 @@ from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = [
     "DistributedDataParallel",
-    "ReducedBucket",
     "Reducer",
     "apply_flat_dist_call",
     "extract_tensors",
@@ -124,8 +123,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             synchronized backward compares a part, so that this many backwards compare all of them;
             0: never. None, the default, is 100 where the check is free: for parameters on the CPU,
             with ``init_sync``, without a communication hook and unless ``check_reduction=False``.
-            Costs one read of the part. Not available under :meth:`join` or with an
-            :class:`OverlappedOptimizer`.
+            Costs one read of the part. Not available under :meth:`join`.
         on_divergence: what to do if the parameters differ. ``"warn"`` writes to rank 0's standard
             error and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
         registered_buffers: allocate the buckets from the backend's own memory, if it has any.
@@ -456,8 +454,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         process. A backward that fails or is skipped drops its weights, and so does ``zero_grad()``
         (``set_to_none=True``) in the middle of an accumulation. Communication hooks average over
         the processes, and this average is converted to the weighted one. A hook that communicates
-        float16 needs weights whose sums fit into float16 (thousands of samples, for example). An
-        :class:`OverlappedOptimizer` waits for all buckets at the end of backward.
+        float16 needs weights whose sums fit into float16 (thousands of samples, for example).
 
         Raises:
             TypeError, ValueError: if ``weight`` is not one real number.
@@ -512,9 +509,8 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         is. Not thread safe.
 
         Raises:
-            RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
-                ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
-                ``on_failure="skip"``; while a backward ends, as in a bucket callback.
+            RuntimeError: on a GPU unless ``check_reduction=True`` or ``on_failure="skip"``; while a
+                backward ends, as in a communication hook.
         """
         engine = self._engine
         if engine.reducer is not None and engine.module_changed():
@@ -568,22 +564,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.register_builtin_comm_hook("fp16")
-
-    def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
-        """Calls ``callback(bucket)`` for each completed bucket of a synchronized backward.
-
-        ``bucket.parameters`` are the parameters whose averaged ``.grad`` is final.
-        ``bucket.index`` is the position in the launch order (-1: reduced outside of the plan).
-        Later buckets may still be in flight, so an optimizer step of these parameters overlaps with
-        their communication. Each parameter that got a gradient is in one bucket. Buckets with
-        parameters that this process did not use come last. Gradients accumulated under
-        :meth:`no_sync` are not reported before they are reduced.
-
-        The callback runs on the thread that ends backward, and in backward's grad mode. An
-        exception reaches the caller of ``backward()`` once all buckets are complete. The callback
-        must not start a backward. ``None`` removes the callback.
-        """
-        self._engine.hooks.set_callback(self._reducer, callback)
 
     # --- uneven inputs ---
 
@@ -697,8 +677,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         gradients, and steps of optimizers that hold parameters of the module. Turning it off
         discards the last report.
 
-        Waits for pending gradients and updates of an :class:`OverlappedOptimizer`.
-
         Raises:
             RuntimeError: while a backward is running.
         """
@@ -708,8 +686,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         """How much communication the last backward recorded by :meth:`record_overlap` has hidden.
 
         ``print(model.overlap_report())`` prints a table with a row per bucket. None if no backward
-        was recorded yet. With an :class:`OverlappedOptimizer`, a backward counts after its last
-        bucket was waited for. On a GPU, the host waits until that backward is complete. Not thread
+        was recorded yet. On a GPU, the host waits until that backward is complete. Not thread
         safe.
         """
         report = self._reducer.overlap_report()
