@@ -34,8 +34,6 @@ namespace {
 using parallel::BucketLimits;
 using parallel::JoinEvent;
 using parallel::NamedTensor;
-using parallel::OverlapClock;
-using parallel::OverlapReport;
 using parallel::Reducer;
 using parallel::ReducerOptions;
 using parallel::ReducerStatistics;
@@ -88,71 +86,8 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["buffers_registered"] = statistics.buffers_registered;
   result["steps_skipped"] = statistics.steps_skipped;
   result["usage_reads"] = statistics.usage_reads;
-  return result;
-}
-
-nb::object index_or_none(int64_t index) {
-  return index < 0 ? nb::none() : nb::object(nb::int_(index));
-}
-
-const char* name_of(OverlapClock clock) {
-  if (clock == OverlapClock::kHost) return "host";
-  return clock == OverlapClock::kDevice ? "device" : "host only";
-}
-
-nb::dict to_dict(const parallel::StragglerReport& report) {
-  const auto name_or_none = [](int64_t index, const std::string& name) {
-    return index < 0 ? nb::none() : nb::object(nb::str(name.c_str()));
-  };
-  nb::list ranks;
-  for (const parallel::RankTimes& one : report.ranks) {
-    nb::dict row;
-    row["own_s"] = one.own_s;
-    row["own_p95_s"] = one.own_p95_s;
-    row["before_backward_s"] = one.before_backward_s;
-    row["backward_s"] = one.backward_s;
-    row["ratio"] = one.ratio;
-    row["last_share"] = one.last_share;
-    row["gap_s"] = one.gap_s;
-    row["gap_from"] = name_or_none(one.gap_from, one.gap_from_name);
-    row["gap_to"] = name_or_none(one.gap_to, one.gap_to_name);
-    ranks.append(row);
-  }
-  nb::dict result;
-  result["steps"] = report.steps;
-  result["ranks"] = ranks;
-  result["straggler"] = index_or_none(report.straggler);
-  result["text"] = to_string(report);
-  return result;
-}
-
-nb::dict to_dict(const OverlapReport& report) {
-  nb::list buckets;
-  for (const parallel::BucketOverlap& bucket : report.buckets) {
-    nb::dict row;
-    row["parameters"] = bucket.parameters;
-    row["names"] = bucket.names;
-    row["bytes"] = bucket.bytes;
-    row["ready_s"] = bucket.ready_s;
-    row["launched_s"] = bucket.launched_s;
-    row["arrived_s"] = bucket.arrived_s;
-    row["awaited_s"] = bucket.awaited_s;
-    row["exposed_s"] = bucket.exposed_s;
-    row["shared_memory"] = bucket.shared_memory;
-    row["by_host"] = bucket.by_host;
-    buckets.append(row);
-  }
-  nb::dict result;
-  result["clock"] = name_of(report.clock);
-  result["began_s"] = report.began_s;
-  result["last_gradient_s"] = report.last_gradient_s;
-  result["backward_s"] = report.backward_s;
-  result["communication_s"] = report.communication_s;
-  result["exposed_s"] = report.exposed_s;
-  result["hidden_s"] = report.hidden_s;
-  result["hidden_fraction"] = report.hidden_fraction;
-  result["buckets"] = buckets;
-  result["text"] = parallel::to_string(report);
+  result["last_backward_wait_s"] = statistics.last_backward_wait_s;
+  result["last_step_compute_s"] = statistics.last_step_compute_s;
   return result;
 }
 
@@ -308,30 +243,6 @@ void init_reducer(nb::module_& m) {
           },
           nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
       .def("buffers", &Reducer::buffers, release())
-      .def("record_overlap", &Reducer::record_overlap, nb::arg("on"), release())
-      .def(
-          "overlap_report",
-          [](const Reducer& self) -> std::optional<nb::dict> {
-            std::optional<OverlapReport> report;
-            {
-              const nb::gil_scoped_release no_gil;
-              report = self.overlap_report();
-            }
-            if (!report) return std::nullopt;
-            return to_dict(*report);
-          },
-          "The fields of apex.parallel.OverlapReport, or None.")
-      .def(
-          "straggler_report",
-          [](const Reducer& self) {
-            parallel::StragglerReport report;
-            {
-              const nb::gil_scoped_release no_gil;
-              report = self.straggler_report();
-            }
-            return to_dict(report);
-          },
-          "The fields of apex.parallel.StragglerReport.")
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;
         {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -201,3 +202,24 @@ def _shows_ranges(rank: int, world: int) -> None:
 
 def test_profiler_shows_forward_buckets_and_end(ranks: RankPool) -> None:
     ranks.run(2, _shows_ranges)
+
+
+def _times(rank: int, world: int) -> None:
+    """Oracle: a sleep of rank 1 in backward, for which rank 0 waits."""
+    ddp = DistributedDataParallel(make())
+    x = batch(rank, 0).requires_grad_()
+    check_equal(ddp.statistics()["last_step_compute_s"], 0, "before the first step")
+    for step in range(3):
+        ddp.zero_grad()
+        y = ddp(x)
+        if rank == 1 and step == 2:
+            ddp.module.register_full_backward_hook(lambda *_: time.sleep(0.1))
+            y = ddp(x)
+        y.square().sum().backward()
+    times = ddp.statistics()
+    check(rank == 0 or times["last_step_compute_s"] >= 0.1, f"own time: {times}")
+    check(rank == 1 or times["last_backward_wait_s"] > 0, f"waits: {times}")
+
+
+def test_statistics_have_the_times_of_the_last_step(ranks: RankPool) -> None:
+    ranks.run(2, _times)

@@ -15,7 +15,6 @@ from torch import Tensor
 from apex._internal.groups import world_group
 from apex._internal.objects import all_gather_object, gather_object
 from apex.optimizers import ShardedOptimizer
-from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -31,25 +30,10 @@ def _gather(rank: int, world: int) -> tuple[list[Any], list[Any]]:
         return everything, all_gather_object((rank, None), pair) if rank != 1 else []
 
 
-def _trace(rank: int, world: int, path: str) -> None:
-    with mock.patch.object(Tensor, "numpy", _no_numpy):
-        model = DistributedDataParallel(torch.nn.Linear(4, 1))
-        model.record_overlap()
-        model(torch.randn(2, 4)).sum().backward()
-        report = model.overlap_report()
-        assert report is not None
-        report.save_trace(path, group=dist.group.WORLD)
-
-
 def test_objects_of_different_sizes_reach_every_rank_without_numpy(ranks: RankPool) -> None:
     everything = [{"rank": rank, "text": "é" * 100 * rank} for rank in range(3)]
     pair = [(0, None), (2, None)]
     assert ranks.run(3, _gather) == [(everything, pair), (everything, []), (everything, pair)]
-
-
-def test_trace_of_all_ranks_without_numpy(ranks: RankPool, tmp_path: Any) -> None:
-    ranks.run(2, _trace, str(tmp_path / "trace.json"))
-    assert (tmp_path / "trace.json").is_file()
 
 
 def _on_one(rank: int, world: int) -> None:

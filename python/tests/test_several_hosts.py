@@ -61,15 +61,12 @@ def _check_same_bits(ddp: nn.Module) -> None:
 def _by_host(rank: int, world: int) -> None:
     for options in OPTIONS:
         ddp = DistributedDataParallel(build(), process_group=_group(), **options)
-        ddp.record_overlap()
         for step in range(4):
             check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"{options}, step {step}")
             _check_same_bits(ddp)
         statistics = ddp.statistics()
         check(statistics["reduced_by_host"] >= 4, f"{statistics}")
         check_equal(statistics["reduced_in_shared_memory"], 0, "buckets on one host")
-        report = ddp.overlap_report()
-        check(all(bucket.by_host for bucket in report.buckets), f"{report}")
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 4e-2)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(

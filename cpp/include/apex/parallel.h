@@ -25,6 +25,5 @@
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
 #include <apex/parallel/stall_report.h>
-#include <apex/parallel/straggler_report.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <apex/version.h>

@@ -97,6 +97,7 @@ Backward::Backward(ReducerState& state, BackwardPass pass)
   pass_.recorded = book_.current() == nullptr;
   state_.step_skipped = false;
   context_.enter(Phase::kRunning);
+  state_.clock.backward_began();
 }
 
 std::string Backward::describe_early_write(const ReducerContext& context,
@@ -157,7 +158,6 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
         "accumulate under no_sync().");
   }
   gradient.last_fired = ++pass_.clock;
-  context_.observers.tell(&BackwardObserver::gradient_ready, index);
   if (book_.current() != nullptr) count_down(index, incoming);
 }
 
@@ -278,6 +278,7 @@ void Backward::launch_rest(StepReport report) {
   plan.holds_gradients = true;
   pass_.reported = true;
   reporter_.send(report, pass_.used, &plan);
+  state_.clock.launched(context_.statistics);
 }
 
 /// Launches zeros for the buckets before `end`, with the report in the one that carries it.
@@ -470,13 +471,9 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   judge(meanwhile);
   for (size_t b = 0; b < plan().entries.size(); ++b) complete_entry(b, meanwhile);
   settle();
-  context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
-    if (!pass_.recorded) {
-      reporter_.timer.history.add(table.times());
-      pass_.out_of_step = reporter_.compare(table);
-    }
+    if (!pass_.recorded) pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
@@ -599,6 +596,7 @@ void Backward::conclude() {
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
   context_.statistics.add(&ReducerStatistics::backwards);
+  state_.clock.ended(context_.statistics);
   pass_.rethrow();
 }
 
@@ -693,7 +691,7 @@ void Backward::drop_messages() noexcept {
     plan->holds_gradients = false;
     plan->reset();
   }
-  context_.observers.tell(&BackwardObserver::dropped);
+  state_.clock.dropped();
   if (context_.phase != Phase::kFailed) context_.enter(Phase::kIdle);
 }
 

@@ -15,11 +15,10 @@
 #include "reducer/context.h"
 #include "reducer/plan_book.h"
 #include "reducer/recording.h"
+#include "reducer/step_clock.h"
 #include "reducer/step_reporter.h"
 
 namespace apex::parallel::detail {
-
-class OverlapRecorder;
 
 /// The state that a reducer keeps from one backward to the next.
 struct ReducerState {
@@ -32,10 +31,10 @@ struct ReducerState {
   ReducerContext context;  ///< its monitor guards all members below
   PlanBook book;
   StepReporter reporter;
+  StepClock clock;
 
-  BucketPlan preset;                          ///< the user's plan, used if it fits
-  bool step_skipped = false;                  ///< in the last synchronized backward
-  std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are recorded
+  BucketPlan preset;          ///< the user's plan, used if it fits
+  bool step_skipped = false;  ///< in the last synchronized backward
 };
 
 /// One synchronized backward. The phase is kRunning until send(), kEnding until complete(). If

@@ -101,10 +101,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
   const std::string what = name_of(entry, index, context);
   entry.launched = true;  // set now: zeros must be sent if packing throws
-  if (!entry.traits.starts_at_wait)
-    context.observers.tell(&BackwardObserver::launched, index, message);
   start(entry, message.tensor(), what, context);
-  context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
@@ -144,12 +141,8 @@ void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) 
 void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
                   ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
-  if (entry.traits.starts_at_wait)
-    context.observers.tell(&BackwardObserver::launched, index, entry.message);
-  context.observers.tell(&BackwardObserver::awaiting, index);
   const std::string what = name_of(entry, index, context);
   context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
-  context.observers.tell(&BackwardObserver::arrived, index);
 }
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {

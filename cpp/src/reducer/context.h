@@ -13,7 +13,6 @@
 #include "comm/membership.h"
 #include "reducer/averaging.h"
 #include "reducer/monitor.h"
-#include "reducer/observer.h"
 #include "reducer/parameter_table.h"
 #include "reducer/phase.h"
 #include "reducer/reduction.h"
@@ -35,7 +34,6 @@ struct ReducerContext {
   ParameterTable parameters;
   const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
-  Observers observers;
   StatisticsCounter statistics;
   int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun

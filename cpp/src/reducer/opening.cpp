@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -100,17 +99,6 @@ void choose_plan(ReducerState& state) {
 BackwardPass open_pass(ReducerState& state) {
   ReducerContext& context = state.context;
   ParameterTable& parameters = context.parameters;
-  std::optional<c10::Device> device;
-  bool several = false;
-  for (const Parameter& parameter : parameters) {
-    if (!parameter.trainable) continue;
-    several = several || (device && *device != parameter.device);
-    device = parameter.device;
-  }
-  if (!device) device = c10::Device(at::kCPU);  // all are frozen here: this rank sends zeros
-  if (several) device.reset();
-  context.observers.tell(&BackwardObserver::began, device, parameters.size());
-
   BackwardPass pass(parameters.size());
   bool changed = false;
   bool touched_changed = false;

@@ -12,7 +12,6 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
-#include "reducer/overlap_recorder.h"
 #include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 #include "watch/stall.h"
@@ -188,35 +187,6 @@ void Reducer::set_plan(const BucketPlan& plan) {
 }
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
 const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
-void Reducer::record_overlap(bool on) {
-  core_->between_backwards("record_overlap()", [on](ReducerState& state) {
-    if (on == (state.recorder != nullptr)) return;
-    if (on) {
-      state.recorder = std::make_shared<detail::OverlapRecorder>();
-      state.context.observers.add(state.recorder.get());
-    } else {
-      state.context.observers.remove(state.recorder.get());
-      state.recorder.reset();
-    }
-  });
-}
-std::optional<OverlapReport> Reducer::overlap_report() const {
-  return core_->read([](const ReducerState& state) -> std::optional<OverlapReport> {
-    std::optional<OverlapReport> report;
-    if (state.recorder) report = state.recorder->report();
-    if (!report) return report;
-    for (BucketOverlap& bucket : report->buckets) {
-      for (const int64_t parameter : bucket.parameters)
-        bucket.names.push_back(state.context.parameters[parameter].name);
-    }
-    return report;
-  });
-}
-StragglerReport Reducer::straggler_report() const {
-  return core_->read([](const ReducerState& state) {
-    return state.reporter.timer.history.report(state.reporter.names());
-  });
-}
 ReducerStatistics Reducer::statistics() const {
   return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
 }

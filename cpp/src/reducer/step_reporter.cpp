@@ -32,7 +32,6 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = context_.backward_number;
   report.facts = tracker.facts();
-  report.times = timer.times();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
   // If ranks began with different parameters, or a hook averages over some ranks only, parameters

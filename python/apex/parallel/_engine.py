@@ -121,7 +121,7 @@ class Engine:
         self.reducer, self.parameters = reducer, watched.parameters
         self._buffers_agreed = _buffers.Buffers(self.module, self._options.ignored)
         self.made += 1
-        self.hooks.install(reducer, self.parameters)
+        self.hooks.install(reducer)
         self._watched = watched
         return reducer
 

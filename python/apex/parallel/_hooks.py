@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from apex import _core
 from apex.parallel._comm_hook import RegisteredHook, make_runner
-from apex.parallel._timeline import Timeline
 
 #: A script's hook, or the name of a built-in one.
 CommHook = RegisteredHook | str
@@ -32,9 +28,6 @@ class Hooks:
         self._parameters = parameters
         if self.comm_hook is not None:
             self._install_comm_hook(reducer, self.comm_hook)
-        if self.timeline is not None:
-            self.timeline.parameters = parameters
-            reducer.record_overlap(True)
 
     def set_comm_hook(self, reducer: _core.Reducer, comm_hook: CommHook) -> None:
         if self.comm_hook is not None:

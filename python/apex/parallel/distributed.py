@@ -32,10 +32,7 @@ from apex.parallel._tensor_lists import (
     split_by_type,
     split_half_float_double,
 )
-from apex.parallel._timeline import FORWARD
 from apex.parallel._weight import Weight
-from apex.parallel.overlap_report import BucketOverlap, OverlapReport
-from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = [
@@ -661,58 +658,17 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             self._engine.set_static_graph()
 
     @untraced
-    def statistics(self) -> dict[str, int]:
-        """Counts since construction: backwards, launches, copies; see apex/parallel/reducer.h."""
+    def statistics(self) -> dict[str, float]:
+        """Counts since construction (backwards, launches, copies), and two times of the last step.
+
+        ``last_backward_wait_s``: seconds for which this process waited in collectives of this
+        package during the last synchronized backward (on a GPU, streams wait instead).
+        ``last_step_compute_s``: seconds from the end of the synchronized backward before it until
+        all its buckets were launched, without such waits; on a slow process it is longer than on
+        the others. Counts are integers; ``apex/parallel/reducer.h`` lists them.
+        """
         return self._reducer.statistics()
 
-    # --- timing ---
-
-    def record_overlap(self, on: bool = True) -> None:
-        """Records the times of synchronized backwards, from the next one on, for overlap_report().
-
-        Each process may set it independently. It is off by default, and then costs nothing. When
-        on, it reads a clock for each gradient and a few times for each bucket. On a GPU it records
-        an event each time, and neither the host nor the stream of backward waits. Nothing is
-        recorded while a CUDA graph is captured. It also records when the host runs forwards with
-        gradients, and steps of optimizers that hold parameters of the module. Turning it off
-        discards the last report.
-
-        Raises:
-            RuntimeError: while a backward is running.
-        """
-        self._engine.hooks.record_overlap(self._reducer, bool(on))
-
-    def overlap_report(self) -> OverlapReport | None:
-        """How much communication the last backward recorded by :meth:`record_overlap` has hidden.
-
-        ``print(model.overlap_report())`` prints a table with a row per bucket. None if no backward
-        was recorded yet. On a GPU, the host waits until that backward is complete. Not thread
-        safe.
-        """
-        report = self._reducer.overlap_report()
-        timeline = self._engine.hooks.timeline
-        if report is None or timeline is None:
-            return None
-        buckets = [BucketOverlap(**bucket) for bucket in report.pop("buckets")]
-        began_s = report["began_s"]
-        took_s = max([report["backward_s"], *(bucket.arrived_s for bucket in buckets)])
-        spans = timeline.of_step(began_s, began_s + took_s)
-        rank = dist.get_rank(self.process_group)
-        return OverlapReport(**report, rank=rank, buckets=buckets, spans=spans)
-
-    def straggler_report(self) -> StragglerReport:
-        """How long each process takes for its part of a step, and which process delays the others.
-
-        ``print(model.straggler_report())`` prints a table with a row per rank. For a straggler it
-        shows whether the time is lost before backward or in it, and between which parameters'
-        gradients. It is always on and the same on every rank. It covers the last 256 synchronized
-        backwards with a bucket plan; all except the first have one. It has no ranks if no such
-        backward was counted, with one process, and on GPUs without ``check_reduction=True`` or
-        ``on_failure="skip"``, where ranks do not read each other's reports. Does not block.
-        """
-        report = self._reducer.straggler_report()
-        ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
-        return StragglerReport(**report, ranks=ranks)
 
     # --- copies: the engine and the groups belong to the process ---
 

@@ -15,8 +15,6 @@
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlap_report.h>
-#include <apex/parallel/straggler_report.h>
 
 /// The engine of data-parallel training: averages gradients over the ranks of a process group while
 /// backward is still running.
@@ -156,7 +154,8 @@ struct JoinEvent {
   std::vector<int64_t> active{};  ///< ranks that have data
 };
 
-/// Counters since construction. They show, without measuring time, whether a fast path is taken.
+/// Counters since construction, which show whether a fast path is taken, and times of the last
+/// step.
 struct ReducerStatistics {
   int64_t backwards = 0;       ///< synchronized backwards that were completed
   int64_t plans_recorded = 0;  ///< times the order was recorded and a plan agreed on
@@ -174,6 +173,13 @@ struct ReducerStatistics {
   int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
   int64_t usage_reads = 0;         ///< backwards that used all ranks' reports to decide about
                                    ///< parameters without a gradient on this rank
+  /// Seconds for which the host waited in collectives of this library during the last synchronized
+  /// backward. On devices other than the CPU, streams wait instead of the host.
+  double last_backward_wait_s = 0;
+  /// Seconds from the end of the synchronized backward before the last one until all buckets of the
+  /// last one were launched, without the waits in collectives of this library: this rank's own part
+  /// of a step. 0 before the second backward.
+  double last_step_compute_s = 0;
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.
@@ -397,31 +403,6 @@ class APEX_API Reducer {
   const std::vector<NamedTensor>& parameters() const;
 
   ReducerStatistics statistics() const;
-
-  /// Records the times of each synchronized backward from the next one on, for overlap_report(), if
-  /// `on`. Costs a clock read per gradient and a few per bucket. On devices other than the CPU it
-  /// also records a timed event each time, and a stream of torch's pool waits for each bucket;
-  /// neither the host nor the stream of backward waits. Inactive while a device graph is captured.
-  /// `false` discards the last report; the remaining cost is one branch.
-  /// @throws Error while a backward is running.
-  void record_overlap(bool on);
-
-  /// How much communication the last recorded synchronized backward of this rank hid. nullopt if
-  /// there is none. Leaves out the messages that agree on a plan, and late gradients that were
-  /// reduced outside the plan.
-  ///
-  /// On the CPU this does not block. The arrival time is when the future of the backend's Work
-  /// completed, or, for a backend without futures, when the wait for the bucket returned, which is
-  /// later. On other devices the host waits until the streams have finished that backward. If the
-  /// device's events have no times (OverlapClock::kHostOnly), the times are the host's.
-  std::optional<OverlapReport> overlap_report() const;
-
-  /// How long each rank takes for its own part of a step, over the last steps, and which rank the
-  /// others wait for; the same on every rank. Steps count from the first synchronized backward with
-  /// a plan. `ranks` is empty if no step was counted, which is the case with one rank, and on
-  /// devices other than the CPU without check_steps and skip_failed_steps, since ranks do not read
-  /// each other's reports there. Does not block.
-  StragglerReport straggler_report() const;
 
  private:
   std::shared_ptr<detail::ReducerCore> core_;
