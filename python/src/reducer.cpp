@@ -15,10 +15,8 @@
 #include <apex/distributed/collectives.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlap_report.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
-#include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "errors.h"
@@ -206,14 +204,6 @@ void init_reducer(nb::module_& m) {
             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
           },
           nb::arg("name"), release())
-      .def(
-          "set_bucket_callback",
-          [](Reducer& self, nb::object callback) {
-            auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));
-            const nb::gil_scoped_release no_gil;
-            self.set_bucket_callback(std::move(function));
-          },
-          nb::arg("callback").none())
       .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
       .def("end_join", &Reducer::end_join, release())
       .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
@@ -236,12 +226,6 @@ void init_reducer(nb::module_& m) {
             return plan->buckets;
           },
           "Parameter indices by bucket in launch order, or None before the first backward.")
-      .def(
-          "set_plan",
-          [](Reducer& self, const std::vector<std::vector<int64_t>>& buckets) {
-            self.set_plan({buckets});
-          },
-          nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
       .def("buffers", &Reducer::buffers, release())
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;

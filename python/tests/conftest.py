@@ -53,7 +53,6 @@ SLOWEST = (
     "test_host_backend",
     "test_amp_accumulation",
     "test_ddp_checkpointing",
-    "test_overlapped_optimizer",
     "test_several_hosts",
     "test_ddp_several",
 )

@@ -83,6 +83,12 @@ def forget_amp() -> None:
     state.loss_scalers, state.latest_scalers, state.optimizers = [], [], []
 
 
+def bucket_names(ddp: Any) -> list[list[str]]:
+    """The names of the parameters in each bucket of a wrapper, in launch order."""
+    names = [name for name, _ in ddp._engine.named_parameters()]
+    return [[names[i] for i in bucket] for bucket in ddp._reducer.plan()]
+
+
 def free_port() -> int:
     """A free TCP port of this host.
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from apex import amp, optimizers
 from apex.optimizers import _fused
-from apex.parallel import LARC, DistributedDataParallel
+from apex.parallel import DistributedDataParallel
 
 NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
 REFERENCES = {

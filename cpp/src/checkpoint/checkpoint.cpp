@@ -166,13 +166,6 @@ Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
   return *this;
 }
 
-Checkpoint& Checkpoint::optimizer(OverlappedOptimizer& optimizer) {
-  parts_.push_back({"optimizer" + std::to_string(optimizers_++),
-                    [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
-                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
-  return *this;
-}
-
 Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
   parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
                     [&scaler](InputArchive& archive) { scaler.load(archive); }});

@@ -12,7 +12,6 @@
 #include <apex/interruption.h>
 
 #include "fingerprint.h"
-#include "reducer/plan_agreement.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
@@ -53,29 +52,6 @@ namespace apex::parallel::detail {
 // With skip_failed_steps a failed backward ends in the same way.
 
 namespace {
-
-/// Whether two plans hold the same parameters.
-bool holds_same(const BucketPlan& left, const BucketPlan& right) {
-  const auto members = [](const BucketPlan& plan) {
-    std::vector<int64_t> all;
-    for (const auto& bucket : plan.buckets) all.insert(all.end(), bucket.begin(), bucket.end());
-    std::sort(all.begin(), all.end());
-    return all;
-  };
-  return members(left) == members(right);
-}
-
-/// Whether each bucket of a plan can still be one message, with the current parameters.
-bool fits(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
-  for (const auto& bucket : plan.buckets) {
-    const ParameterInfo& first = infos[bucket.front()];
-    for (const int64_t i : bucket) {
-      const bool alone = infos[i].sparse && bucket.size() > 1;
-      if (alone || infos[i].dtype != first.dtype || infos[i].device != first.device) return false;
-    }
-  }
-  return true;
-}
 
 /// Parameters in no bucket that have a gradient on some rank.
 std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
@@ -210,6 +186,14 @@ void Backward::launch_ready(const at::Tensor& incoming) {
     launch(pass_.next_launch, incoming);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }
+}
+
+void Backward::launch_if_all_frozen() {
+  const Plan* plan = book_.current();
+  if (plan == nullptr) return;
+  const bool frozen = std::all_of(plan->entries.begin(), plan->entries.end(),
+                                  [](const PlannedBucket& entry) { return entry.pending == 0; });
+  if (frozen) launch_ready({});
 }
 
 bool Backward::launched_all() const {
@@ -354,12 +338,19 @@ void Backward::record(const std::function<void()>& meanwhile) {
     pass_.out_of_step = reporter_.compare(table);
   pass_.skipped = table.skipped();
   pass_.used_by_any = table.used_by_any();
-  const std::vector<bool> trainable = table.trainable_set();
-  if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+  reporter_.trainable = table.trainable_set();
+  const Plan* extended = table.all_left_for(ReasonToLeave::kSet) ? book_.extended() : nullptr;
+  if (table.all_left()) leave_behind();
   const Recording mine = recording();
-  const Recording agreed = context_.monitor.open(
-      [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
-  make_plan(mine, agreed, trainable);
+  const Recording agreed = context_.monitor.open([&] {
+    const Membership& members = context_.members;
+    const ControlMessage maximum =
+        members.all_reduce("exchange of recorded gradients", encode(mine), c10d::ReduceOp::MAX);
+    const ControlMessage order =
+        members.broadcast("broadcast of the bucket order", encode_order(mine));
+    return decode(maximum.wait(), order.wait(), pass_.used_by_any);
+  });
+  make_plan(mine, agreed, extended);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
   launch_rest(reporter_.report(ReasonToLeave::kNone));
@@ -367,7 +358,7 @@ void Backward::record(const std::function<void()>& meanwhile) {
 
 /// All ranks have left the plan. Waits for the messages that were sent by it, so that they do not
 /// collide with later messages.
-void Backward::leave_behind(bool keep) {
+void Backward::leave_behind() {
   if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {
       for (PlannedBucket& entry : left->entries)
@@ -375,18 +366,19 @@ void Backward::leave_behind(bool keep) {
     });
     left->reset();
   }
-  book_.left_by_all(keep);
+  book_.leave(ReasonToLeave::kSet);  // also on a rank without data
 }
 
-void Backward::make_plan(const Recording& mine, const Recording& agreed,
-                         const std::vector<bool>& trainable) {
+/// @param extended  null, or the plan whose parameters the new one must also have.
+void Backward::make_plan(const Recording& mine, const Recording& agreed, const Plan* extended) {
   const ParameterTable& parameters = context_.parameters;
+  const std::vector<bool>& trainable = reporter_.trainable;
   std::vector<Place> places(parameters.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const RecordedParameter& seen = agreed.parameters[i];
     places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
-    places[i].trainable = trainable[i];
+    places[i].trainable = trainable[i] || (extended != nullptr && extended->places[i].trainable);
     // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
@@ -396,17 +388,23 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i]) ready.push_back(i);
   }
+  for (size_t b = 0; extended != nullptr && b < extended->buckets.buckets.size(); ++b) {
+    for (const int64_t i : extended->buckets.buckets[b]) {
+      if (std::find(ready.begin(), ready.end(), i) != ready.end()) continue;
+      places[i] = extended->places[i];
+      ready.push_back(i);
+    }
+  }
   context_.statistics.add(&ReducerStatistics::plans_recorded);
   BucketLimits limits = context_.options.limits;
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
   Plan& plan = book_.put(std::move(places));
-  const std::vector<ParameterInfo> infos = parameter_infos(context_, plan.places);
-  plan.buckets = assign_buckets(infos, ready, limits, context_.options.trigger_parameters);
+  plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
+                                context_.options.trigger_parameters);
   plan.kinds = context_.parameters.kinds();
-  plan.preset = holds_same(state_.preset, plan.buckets) && fits(state_.preset, infos);
-  if (plan.preset) plan.buckets = state_.preset;
   build_entries(plan, context_);
+  plan.expect(trainable, context_.options.static_graph);
 }
 
 // --- receiving ---
@@ -422,6 +420,17 @@ void Backward::refuse(const StepTable& table) {
   }
 }
 
+/// Whether the other ranks' reports decide about a parameter of the plan. A frozen parameter has no
+/// gradient on any rank, unless one accumulated before it was frozen.
+bool Backward::misses_gradients() const {
+  const Plan& plan = *book_.current();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    if (plan.places[i].bucket < 0 || pass_.used[i] != 0) continue;
+    if (reporter_.trainable[i] || (context_.parameters_changed && pass_.accumulated)) return true;
+  }
+  return false;
+}
+
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
       context_.options.weighted) {
@@ -429,9 +438,7 @@ bool Backward::must_read() const {
   }
   const Plan& plan = *book_.current();
   if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
-  return std::any_of(plan.entries.begin(), plan.entries.end(),
-                     [](const PlannedBucket& entry) { return entry.message.has_unused(); }) ||
-         !outside(plan, pass_.used).empty();
+  return misses_gradients() || !outside(plan, pass_.used).empty();
 }
 
 void Backward::judge(const std::function<void()>& meanwhile) {
@@ -439,6 +446,7 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   if (!must_read()) return reporter_.order();
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
+  reporter_.trainable = table.trainable_set();
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (!pass_.skipped) context_.total_weight = table.total_weight();
@@ -464,7 +472,7 @@ void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slot
 void Backward::complete(const std::function<void()>& meanwhile) {
   if (reporter_.without_data && book_.current() != nullptr && context_.reads_reports()) {
     const StepTable& table = reporter_.receive(meanwhile);
-    if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+    if (table.all_left()) leave_behind();
   }
   if (book_.current() == nullptr) record(meanwhile);
   const ReducerOptions& options = context_.options;
@@ -502,11 +510,10 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
 /// Settles gradients that this rank does not have, according to the reports.
 void Backward::settle() {
   Plan& plan = this->plan();
-  bool missed = plan.watches_unplanned;
+  const bool missed = plan.watches_unplanned || misses_gradients();
   for (size_t b = 0; b < plan.entries.size(); ++b) {
     BucketMessage& message = plan.entries[b].message;
     if (message.has_unused()) {
-      missed = true;
       if (pass_.failure) continue;
       message.settle(pass_.used_by_any);
       clear_without_weight(message.slots());
@@ -520,7 +527,7 @@ void Backward::settle() {
     reduce_late(late);
     std::vector<int64_t> more;
     for (const int64_t i : late) {
-      if (plan.places[i].trainable) more.push_back(i);  // otherwise frozen with an older gradient
+      if (reporter_.trainable[i]) more.push_back(i);  // otherwise frozen with an older gradient
     }
     if (!more.empty()) {
       const BucketPlan added =
@@ -528,8 +535,8 @@ void Backward::settle() {
       plan.buckets.buckets.insert(plan.buckets.buckets.end(), added.buckets.begin(),
                                   added.buckets.end());
       build_entries(plan, context_);
+      plan.expect(reporter_.trainable, context_.options.static_graph);
       plan.backwards = 0;
-      plan.preset = false;
       context_.statistics.add(&ReducerStatistics::plans_extended);
     }
   }
@@ -582,7 +589,7 @@ void Backward::conclude() {
   if (pass_.failure) {
     const std::exception_ptr failure = pass_.failure;
     drop_messages();
-    book_.served();
+    book_.served(reporter_.trainable);
     std::rethrow_exception(failure);
   }
   if (pass_.skipped) call_off();
@@ -592,7 +599,8 @@ void Backward::conclude() {
   const bool recorded = plan().backwards <= 1;
   plan().reset();
   context_.enter(Phase::kIdle);
-  book_.served();
+  book_.served(reporter_.trainable);
+  context_.parameters_changed = false;
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
   context_.statistics.add(&ReducerStatistics::backwards);

@@ -33,7 +33,6 @@ struct ReducerState {
   StepReporter reporter;
   StepClock clock;
 
-  BucketPlan preset;          ///< the user's plan, used if it fits
   bool step_skipped = false;  ///< in the last synchronized backward
 };
 
@@ -49,6 +48,9 @@ class Backward {
   // While gradients are computed.
   void gradient_ready(size_t index, const at::Tensor& incoming);
   void launch_ready(const at::Tensor& incoming);
+  /// No gradient will be ready if all parameters of the plan are frozen, for example those of the
+  /// other model of a GAN. Other reducers may wait for these buckets: see Note [Turns].
+  void launch_if_all_frozen();
   /// Whether all buckets of the plan that can be launched before send() are launched.
   bool launched_all() const;
 
@@ -85,12 +87,12 @@ class Backward {
   void launch_absent(Plan& plan, size_t end, const StepReport& report);
 
   void record(const std::function<void()>& meanwhile);
-  void leave_behind(bool keep);
+  void leave_behind();
   Recording recording() const;
   std::string settings() const;
-  void make_plan(const Recording& mine, const Recording& agreed,
-                 const std::vector<bool>& trainable);
+  void make_plan(const Recording& mine, const Recording& agreed, const Plan* extended);
 
+  bool misses_gradients() const;
   bool must_read() const;
   void judge(const std::function<void()>& meanwhile);
   void refuse(const StepTable& table);

@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include <apex/error.h>
 
 namespace apex::parallel::detail {
 
@@ -32,6 +35,7 @@ struct BackwardPass {
   std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
   int64_t clock = 0;                 ///< gradients so far
   bool recorded = false;             ///< it had no plan when it began
+  bool accumulated = false;          ///< gradients accumulated before it, without synchronization
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws or skips, and sends nothing more
   bool reported = false;             ///< the report, which follows all buckets, was sent
@@ -48,7 +52,11 @@ struct BackwardPass {
   }
   /// Throws the error with the highest priority, if there is one: RankMismatch, Error or
   /// NonFiniteGradient.
-  void rethrow() const;
+  void rethrow() const {
+    if (!out_of_step.empty()) throw RankMismatch(out_of_step);
+    if (!error.empty()) throw Error(error);
+    if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
+  }
 };
 
 }  // namespace apex::parallel::detail

@@ -46,6 +46,8 @@ struct ReducerContext {
   /// launched, so that the order is the same on ranks without data.
   bool owes_end = false;
   bool waits_for_turn = false;  ///< see Note [Turns]
+  bool parameters_changed =
+      false;  ///< were frozen or unfrozen since the last synchronized backward
 
   /// Whether ranks read each other's reports after every backward. On a device the host then waits
   /// for the device. Under join() a rank without data needs them to follow the others.

@@ -68,34 +68,6 @@ void refuse_failed(const ReducerContext& context) {
   }
 }
 
-void choose_plan(ReducerState& state) {
-  ReducerContext& context = state.context;
-  StepReporter& reporter = state.reporter;
-  PlanBook& book = state.book;
-  std::vector<bool> trainable = reporter.trainable = context.parameters.trained();
-  if (book.several() && context.reads_reports()) {
-    StepReport opening;
-    opening.left = book.left();
-    opening.without_data = reporter.without_data;
-    opening.compared = false;
-    reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
-    const StepTable& table = reporter.receive();
-    try {
-      reporter.refuse(table);
-    } catch (...) {
-      context.owes_end = false;
-      reporter.backward_ended();
-      throw;
-    }
-    if (table.all_left()) book.left_by_all(/*keep=*/false);
-    trainable = table.trainable_set();
-  } else if (reporter.without_data) {
-    // The ranks with data determine the set of trainable parameters.
-    trainable = book.set().value_or(trainable);
-  }
-  book.choose(trainable);
-}
-
 BackwardPass open_pass(ReducerState& state) {
   ReducerContext& context = state.context;
   ParameterTable& parameters = context.parameters;
@@ -114,6 +86,7 @@ BackwardPass open_pass(ReducerState& state) {
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
+    pass.accumulated = pass.accumulated || parameter.touched;
     // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (!context.leaves_sums() && !context.joining) continue;

@@ -17,8 +17,4 @@ void refuse_failed(const ReducerContext& context);
 /// in the last backward, also checks that it failed on all ranks; otherwise the reducer has failed.
 BackwardPass open_pass(ReducerState& state);
 
-/// Chooses the plan: see Note [One plan per set]. If several plans are kept, this is collective and
-/// blocks the host.
-void choose_plan(ReducerState& state);
-
 }  // namespace apex::parallel::detail

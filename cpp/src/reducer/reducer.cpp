@@ -12,7 +12,6 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
-#include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 #include "watch/stall.h"
 #include "watch/watcher.h"
@@ -66,27 +65,6 @@ void check_options(const ReducerOptions& options, size_t parameters,
     if (index < 0 || static_cast<size_t>(index) >= parameters) {
       throw InvalidArgument("trigger parameter " + std::to_string(index) + " is not one of the " +
                             std::to_string(parameters) + " parameters");
-    }
-  }
-}
-
-void require_fits(const BucketPlan& plan, const detail::ParameterTable& parameters) {
-  std::vector<bool> seen(parameters.size(), false);
-  for (const auto& bucket : plan.buckets) {
-    for (const int64_t index : bucket) {
-      if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
-        throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
-                              " twice, or it is not one of the " +
-                              std::to_string(parameters.size()) + " parameters");
-      }
-      seen[index] = true;
-      const detail::Parameter& first = parameters[bucket.front()];
-      const detail::Parameter& one = parameters[index];
-      if (one.variable.scalar_type() != first.variable.scalar_type() ||
-          one.variable.device() != first.variable.device()) {
-        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
-                              one.name + "' into one bucket, but they differ in dtype or device");
-      }
     }
   }
 }
@@ -174,15 +152,6 @@ std::optional<BucketPlan> Reducer::plan() const {
   return core_->read([](const ReducerState& state) {
     const detail::Plan* plan = state.book.current();
     return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
-  });
-}
-void Reducer::set_plan(const BucketPlan& plan) {
-  core_->between_backwards("set_plan()", [&](ReducerState& state) {
-    require_fits(plan, state.context.parameters);
-    const auto count = static_cast<int64_t>(state.context.parameters.size());
-    state.preset = state.context.monitor.open(
-        [&] { return detail::broadcast_plan(state.context.members, plan, count); });
-    core_->leave_plan(ReasonToLeave::kPlan);
   });
 }
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
@@ -311,7 +280,7 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
   for (const auto& core : detail::owners_of(parameters)) {
-    // Not change(): a bucket callback may wait for this thread.
+    // Not change(): a communication hook may wait for this thread.
     core->note([&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer); });
   }
 }

@@ -139,6 +139,7 @@ void ReducerCore::refuse_in_backward(const char* what) const {
 void ReducerCore::prepare_for_forward() {
   const Change change(context().monitor);
   if (in_backward(context().phase) || !context().parameters.changed()) return;
+  context().parameters_changed = true;
   // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
   // trainable parameters is checked when a backward begins.
   const bool same_kind = context().parameters.same_kind();
@@ -202,7 +203,7 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   }
   BackwardPass pass = open_pass(state_);
   state_.reporter.without_data = true;
-  choose_plan(state_);
+  choose_plan();
   by_hand_ = std::make_shared<BackwardSession>();
   by_hand_->join(shared_from_this());
   session_ = by_hand_.get();
@@ -287,18 +288,27 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   }
   state_.reporter.without_data = false;
   state_.reporter.weight.backward_began();
-  choose_plan(state_);
+  choose_plan();
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  context().waits_for_turn = !session_->is_turn_of(this);
+  backward_->launch_if_all_frozen();
   if (backward_->launched_all()) session_->turn_over(this);
+}
+
+void ReducerCore::choose_plan() {
+  state_.reporter.trainable = context().parameters.trained();
+  state_.book.choose(state_.reporter.trainable, state_.reporter.without_data);
 }
 
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Change change(context().monitor);
   const Parameter& parameter = context().parameters[index];
-  if (!in_backward(context().phase)) adopt(parameter);
+  // The reducer that owned the parameter was dropped, and no output of this one is in the graph.
+  if (!in_backward(context().phase) && context().members.pid == this_pid())
+    context().parameters.own_orphans(parameter);
   if (!context().parameters.owns(parameter) ||
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
@@ -307,23 +317,6 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
   backward_->gradient_ready(index, incoming);
   if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
-}
-
-/// Hazard: the reducer that owned the parameter was dropped, no output of this one is in the graph,
-/// and so nothing would be averaged. The last constructed of the reducers that are left takes the
-/// parameters, which is the same one on every rank.
-void ReducerCore::adopt(const Parameter& parameter) {
-  ParameterTable& own = context().parameters;
-  if (!own.is_orphan(parameter) || context().members.pid != this_pid()) return;
-  const auto all = all_reducers();
-  for (auto one = all.rbegin(); one != all.rend() && one->get() != this; ++one) {
-    const ParameterTable& later = (*one)->context().parameters;
-    if (!later.retired() && later.shares(parameter)) return;
-  }
-  for (const auto& one : BackwardSession::participants()) {  // one that was dropped meanwhile
-    if (static_cast<ReducerCore&>(*one).context().parameters.shares(parameter)) return;
-  }
-  own.own_orphans();
 }
 
 /// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
@@ -355,6 +348,7 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
     const std::unique_ptr<Backward> ended = std::move(backward_);
     ended->fail();
     state_.reporter.backward_ended();
+    if (context().parameters.retired()) retire();  // this backward had taken the parameters back
   };
   try {
     body();
@@ -402,13 +396,13 @@ void ReducerCore::complete(const BackwardSession* session, const std::function<v
   const ProfilerRange range("apex::reducer::finish_backward");
   session_ = nullptr;
   finish(meanwhile);
-  if (context().parameters.retired()) retire();  // this backward had taken the parameters back
 }
 
 void ReducerCore::finish(const std::function<void()>& meanwhile) {
   or_fail([&] { backward_->complete(meanwhile); });
   if (!backward_) return;  // skipped
   state_.reporter.backward_ended();
+  if (context().parameters.retired()) retire();
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->conclude();
 }

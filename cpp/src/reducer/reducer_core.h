@@ -107,7 +107,7 @@ class ReducerCore final : public BackwardParticipant,
   void or_fail(const std::function<void()>& body);
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
-  void adopt(const Parameter& parameter);
+  void choose_plan();
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);
   void forget_cleared_weights();
   bool trains_any() const;

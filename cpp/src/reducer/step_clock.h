@@ -17,12 +17,14 @@ class StepClock {
   void launched(StatisticsCounter& statistics) const {
     if (!ended_) return;
     const auto waited = time_waited() - waited_at_end_;
-    statistics.set(&ReducerStatistics::last_step_compute_s, seconds(Clock::now() - *ended_ - waited));
+    statistics.set(&ReducerStatistics::last_step_compute_s,
+                   seconds(Clock::now() - *ended_ - waited));
   }
   void ended(StatisticsCounter& statistics) {
     ended_ = Clock::now();
     waited_at_end_ = time_waited();
-    statistics.set(&ReducerStatistics::last_backward_wait_s, seconds(waited_at_end_ - waited_before_));
+    statistics.set(&ReducerStatistics::last_backward_wait_s,
+                   seconds(waited_at_end_ - waited_before_));
   }
   /// The backward has failed, so the next step is not measured.
   void dropped() { ended_.reset(); }
@@ -34,9 +36,9 @@ class StepClock {
     return std::chrono::duration<double>(time).count();
   }
 
-  std::optional<Clock::time_point> ended_;      ///< end of the last backward
-  std::chrono::nanoseconds waited_before_{0};   ///< time_waited() when the backward began
-  std::chrono::nanoseconds waited_at_end_{0};   ///< time_waited() at ended_
+  std::optional<Clock::time_point> ended_;     ///< end of the last backward
+  std::chrono::nanoseconds waited_before_{0};  ///< time_waited() when the backward began
+  std::chrono::nanoseconds waited_at_end_{0};  ///< time_waited() at ended_
 };
 
 }  // namespace apex::parallel::detail

@@ -61,9 +61,9 @@ const Question kAsked[] = {
 const char* const kReasons[] = {"",
                                 "rebuild_buckets()",
                                 "another communication hook",
-                                "load_bucket_plan()",
                                 "parameters of another dtype, device or shape",
-                                "other parameters are trainable"};
+                                "other parameters are trainable",
+                                "another wrapper averages some parameters"};
 
 /// Allowed ratio of distances. Different processors round differently; an additional step moves
 /// parameters by a larger ratio.

@@ -22,7 +22,7 @@ namespace apex::parallel {
 // - whether the backward failed, or the rank skips the step: Notes [Carried through], [Skipped
 //   steps];
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
-//   plan per set];
+//   plan];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
 // - its first gradient that is not finite, and the weight of its samples, if options request these;
 // - a digest of a part of its state: Note [Replicas];
@@ -66,9 +66,9 @@ enum class ReasonToLeave : int64_t {
   kNone,
   kRebuildBuckets,
   kCommHook,
-  kPlan,
   kParameters,
-  kSet,  ///< other parameters are trainable
+  kSet,    ///< other parameters are trainable
+  kOwner,  ///< another reducer averages some parameters
 };
 
 /// Events on a rank since its last synchronized backward.

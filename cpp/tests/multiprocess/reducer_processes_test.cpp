@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -31,7 +30,6 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.

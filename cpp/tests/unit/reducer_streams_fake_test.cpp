@@ -245,23 +245,6 @@ TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
   }
 }
 
-TEST_P(FakeDeviceReducer, OptimizerInTheBucketCallback_HasNoRace) {
-  Training training(4);
-  Reducer reducer(training.model.parameters, {group_}, options_);
-  reducer.set_bucket_callback([&](const parallel::ReducedBucket& bucket) {
-    at::NoGradGuard no_grad;
-    for (const int64_t index : bucket.parameters) {
-      at::Tensor& parameter = training.model[index];
-      parameter.sub_(parameter.grad(), 0.1);
-    }
-  });
-  for (int step = 0; step < 4; ++step) {
-    training.backward(reducer, step);
-    training.expect_gradients(2e-5);
-    training.reference.sgd_step(0.1);
-  }
-}
-
 TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
   ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
   Reducer reducer(model.parameters, {group_}, options_);

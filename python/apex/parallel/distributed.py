@@ -23,7 +23,7 @@ from apex._internal.untraced import untraced
 from apex.parallel import _compile, _options, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
-from apex.parallel._hooks import Hooks, ReducedBucket
+from apex.parallel._hooks import Hooks
 from apex.parallel._join import Join
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
@@ -62,8 +62,8 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
     frozen ones. During backward, gradients are collected in buckets. Each bucket is all-reduced as
     soon as it is complete, while the rest of backward is still running. When ``backward()``
     returns, every ``.grad`` holds the average over all processes. The first backward records the
-    order in which gradients arrive and communicates at its end. So does the first backward with
-    another set of trainable parameters, or after parameters were added or replaced. Freeze and
+    order in which gradients arrive and communicates at its end. So does the first backward after
+    parameters were unfrozen, added or replaced. Freeze and
     unfreeze the same parameters on every process before the same backward.
 
     A parameter that no process used keeps ``grad=None``. If some processes used it, the others
@@ -109,8 +109,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
             once the bucket plan is recorded).
         bucket_cap_mb_list: sizes in MiB, instead of ``bucket_cap_mb``. The first number is the size
-            of the first bucket, and the largest number is the size of all other buckets. To choose
-            the size of each bucket, use :meth:`load_bucket_plan`.
+            of the first bucket, and the largest number is the size of all other buckets.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after an infinity or a NaN in a gradient.
@@ -303,11 +302,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         enter = self._enter_untraced if under_trace else self._enter
         leave = self._leave_untraced if under_trace else self._leave
         name = "apex.DistributedDataParallel.forward"
-        timeline = self._engine.hooks.timeline
-        with (
-            torch.profiler.record_function(name) if self.prof else _NO_RANGE,
-            timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
-        ):
+        with torch.profiler.record_function(name) if self.prof else _NO_RANGE:
             inputs, kwargs = enter(inputs, kwargs, training)
             active = _compile.active
             outer = active.wrapper
@@ -632,25 +627,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         new one. Call it on every process."""
         self._reducer.rebuild_buckets()
 
-    def bucket_plan(self) -> list[list[str]] | None:
-        """The names of the parameters in each bucket, in launch order; None before it is recorded.
-
-        Save it, and pass it to :meth:`load_bucket_plan` in the next run of the same model.
-        """
-        return self._engine.plan()
-
-    def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
-        """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
-
-        If other parameters than those in the plan get a gradient, buckets are assigned by size.
-        Collective: every process calls it, and rank 0's plan is used.
-
-        Raises:
-            ValueError: if the plan names a parameter that the module does not have, names one
-                twice, or puts different dtypes or devices into one bucket.
-        """
-        self._engine.load_plan(plan)
-
     def _set_static_graph(self) -> None:
         """Same as ``static_graph=True``. Call it before the first backward, on every process."""
         if not self.static_graph:
@@ -668,7 +644,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         the others. Counts are integers; ``apex/parallel/reducer.h`` lists them.
         """
         return self._reducer.statistics()
-
 
     # --- copies: the engine and the groups belong to the process ---
 

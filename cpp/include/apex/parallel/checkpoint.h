@@ -26,8 +26,6 @@ class LossScaler;
 
 namespace apex::parallel {
 
-class OverlappedOptimizer;
-
 /// Saves and restores what a training run needs to resume: model, optimizers, loss scaler and the
 /// number of steps, in one file.
 ///

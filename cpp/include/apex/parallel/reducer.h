@@ -190,7 +190,8 @@ struct ReducerStatistics {
 /// waits on CPU backends, the current stream on NCCL). Gradients are complete when backward()
 /// returns.
 ///
-/// The first backward with a set of trainable parameters records the plan and reduces at its end.
+/// The first backward records the plan and reduces at its end. So does the first one in which a
+/// parameter is trainable that was frozen then. A parameter that is frozen later keeps its place.
 /// From then on, on every rank:
 /// - Buckets are launched in the same order.
 /// - A parameter that only some ranks used gets the average, with zeros for the other ranks.
@@ -248,8 +249,7 @@ class APEX_API Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   /// Call before each forward. Detects parameters that were frozen, unfrozen, or changed dtype,
-  /// device or strides. The next backward uses a plan for the new set, or records one. Every rank
-  /// must make the same changes. Costs nanoseconds per parameter.
+  /// device or strides. Every rank must make the same changes. Costs nanoseconds per parameter.
   void prepare_for_forward();
 
   /// Skips a step on all ranks together, for example after a loss that is not finite, a batch
@@ -386,12 +386,6 @@ class APEX_API Reducer {
 
   /// The current plan (indices into parameters()); nullopt before the first backward.
   std::optional<BucketPlan> plan() const;
-
-  /// Uses `plan`, which plan() returned for the same model, from the next backward on, if exactly
-  /// the parameters in the plan get a gradient. Collective: every rank uses rank 0's plan.
-  /// @throws InvalidArgument if a parameter is missing or unknown, or if a bucket mixes dtypes or
-  ///         devices.
-  void set_plan(const BucketPlan& plan);
 
   /// The flat buffer of each bucket of the plan, [elements], in launch order. For a bucket that is
   /// reduced in place, this is its gradient. With gradient_as_bucket_view, gradients are views of
