@@ -150,11 +150,11 @@ class Variant:
 
 def plan_bytes(module: nn.Module) -> list[int] | None:
     """Bytes of each bucket of an apex wrapper, in launch order."""
-    plan = module.bucket_plan() if isinstance(module, ApexDDP) else None
+    plan = module._reducer.plan() if isinstance(module, ApexDDP) else None
     if plan is None:
         return None
-    size = {n: p.numel() * p.element_size() for n, p in module.module.named_parameters()}
-    return [sum(size[name] for name in bucket) for bucket in plan]
+    size = [p.numel() * p.element_size() for p in module.module.parameters()]
+    return [sum(size[i] for i in bucket) for bucket in plan]
 
 
 def _make_variants(

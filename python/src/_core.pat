@@ -7,13 +7,5 @@ _core.ModuleWatch.__init__:
     \from typing import Any
     def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None: ...
 
-_core.Reducer.overlap_report:
-    def overlap_report(self) -> dict[str, Any] | None:
-        \doc
-
-_core.Reducer.straggler_report:
-    def straggler_report(self) -> dict[str, Any]:
-        \doc
-
 _core.Reducer.statistics:
-    def statistics(self) -> dict[str, int]: ...
+    def statistics(self) -> dict[str, float]: ...

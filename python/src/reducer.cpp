@@ -15,10 +15,8 @@
 #include <apex/distributed/collectives.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlap_report.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
-#include <apex/parallel/straggler_report.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "errors.h"
@@ -34,8 +32,6 @@ namespace {
 using parallel::BucketLimits;
 using parallel::JoinEvent;
 using parallel::NamedTensor;
-using parallel::OverlapClock;
-using parallel::OverlapReport;
 using parallel::Reducer;
 using parallel::ReducerOptions;
 using parallel::ReducerStatistics;
@@ -87,73 +83,9 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["reduced_by_host"] = statistics.reduced_by_host;
   result["buffers_registered"] = statistics.buffers_registered;
   result["steps_skipped"] = statistics.steps_skipped;
-  result["deferred"] = statistics.deferred;
   result["usage_reads"] = statistics.usage_reads;
-  return result;
-}
-
-nb::object index_or_none(int64_t index) {
-  return index < 0 ? nb::none() : nb::object(nb::int_(index));
-}
-
-const char* name_of(OverlapClock clock) {
-  if (clock == OverlapClock::kHost) return "host";
-  return clock == OverlapClock::kDevice ? "device" : "host only";
-}
-
-nb::dict to_dict(const parallel::StragglerReport& report) {
-  const auto name_or_none = [](int64_t index, const std::string& name) {
-    return index < 0 ? nb::none() : nb::object(nb::str(name.c_str()));
-  };
-  nb::list ranks;
-  for (const parallel::RankTimes& one : report.ranks) {
-    nb::dict row;
-    row["own_s"] = one.own_s;
-    row["own_p95_s"] = one.own_p95_s;
-    row["before_backward_s"] = one.before_backward_s;
-    row["backward_s"] = one.backward_s;
-    row["ratio"] = one.ratio;
-    row["last_share"] = one.last_share;
-    row["gap_s"] = one.gap_s;
-    row["gap_from"] = name_or_none(one.gap_from, one.gap_from_name);
-    row["gap_to"] = name_or_none(one.gap_to, one.gap_to_name);
-    ranks.append(row);
-  }
-  nb::dict result;
-  result["steps"] = report.steps;
-  result["ranks"] = ranks;
-  result["straggler"] = index_or_none(report.straggler);
-  result["text"] = to_string(report);
-  return result;
-}
-
-nb::dict to_dict(const OverlapReport& report) {
-  nb::list buckets;
-  for (const parallel::BucketOverlap& bucket : report.buckets) {
-    nb::dict row;
-    row["parameters"] = bucket.parameters;
-    row["names"] = bucket.names;
-    row["bytes"] = bucket.bytes;
-    row["ready_s"] = bucket.ready_s;
-    row["launched_s"] = bucket.launched_s;
-    row["arrived_s"] = bucket.arrived_s;
-    row["awaited_s"] = bucket.awaited_s;
-    row["exposed_s"] = bucket.exposed_s;
-    row["shared_memory"] = bucket.shared_memory;
-    row["by_host"] = bucket.by_host;
-    buckets.append(row);
-  }
-  nb::dict result;
-  result["clock"] = name_of(report.clock);
-  result["began_s"] = report.began_s;
-  result["last_gradient_s"] = report.last_gradient_s;
-  result["backward_s"] = report.backward_s;
-  result["communication_s"] = report.communication_s;
-  result["exposed_s"] = report.exposed_s;
-  result["hidden_s"] = report.hidden_s;
-  result["hidden_fraction"] = report.hidden_fraction;
-  result["buckets"] = buckets;
-  result["text"] = parallel::to_string(report);
+  result["last_backward_wait_s"] = statistics.last_backward_wait_s;
+  result["last_step_compute_s"] = statistics.last_step_compute_s;
   return result;
 }
 
@@ -162,26 +94,6 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
   if (name == "fp16") return parallel::make_compress_hook(std::move(group), at::kHalf);
   if (name == "bf16") return parallel::make_compress_hook(std::move(group), at::kBFloat16);
   throw InvalidArgument("unknown built-in communication hook '" + name + "': choose fp16 or bf16");
-}
-
-/// Owns a Python function. May be copied and destroyed without the GIL.
-std::shared_ptr<nb::object> held_without_gil(nb::object function) {
-  return {new nb::object(std::move(function)), [](nb::object* object) {
-            const nb::gil_scoped_acquire gil;
-            delete object;
-          }};
-}
-
-/// Wraps a Python callback. The result is called without the GIL.
-std::function<void(const parallel::ReducedBucket&)> bucket_callback(nb::object callback) {
-  return [held = held_without_gil(std::move(callback))](const parallel::ReducedBucket& bucket) {
-    const nb::gil_scoped_acquire gil;
-    try {
-      (*held)(bucket.index, bucket.parameters);
-    } catch (nb::python_error& error) {
-      rethrow(error, "a bucket callback raised ");
-    }
-  };
 }
 
 }  // namespace
@@ -292,14 +204,6 @@ void init_reducer(nb::module_& m) {
             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
           },
           nb::arg("name"), release())
-      .def(
-          "set_bucket_callback",
-          [](Reducer& self, nb::object callback) {
-            auto function = callback.is_none() ? nullptr : bucket_callback(std::move(callback));
-            const nb::gil_scoped_release no_gil;
-            self.set_bucket_callback(std::move(function));
-          },
-          nb::arg("callback").none())
       .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
       .def("end_join", &Reducer::end_join, release())
       .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
@@ -308,10 +212,6 @@ void init_reducer(nb::module_& m) {
            "A rank that had data to the end, or -1 if all had. Collective.")
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
-      .def("set_deferred", &Reducer::set_deferred, nb::arg("on"), release())
-      .def("wait_for", &Reducer::wait_for, nb::arg("parameters"), release())
-      .def("wait", &Reducer::wait, release())
-      .def("in_flight", &Reducer::in_flight, release())
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release())
       .def("release", &Reducer::release, release())
       .def(
@@ -326,37 +226,7 @@ void init_reducer(nb::module_& m) {
             return plan->buckets;
           },
           "Parameter indices by bucket in launch order, or None before the first backward.")
-      .def(
-          "set_plan",
-          [](Reducer& self, const std::vector<std::vector<int64_t>>& buckets) {
-            self.set_plan({buckets});
-          },
-          nb::arg("buckets"), release(), "Collective: rank 0's plan counts.")
       .def("buffers", &Reducer::buffers, release())
-      .def("record_overlap", &Reducer::record_overlap, nb::arg("on"), release())
-      .def(
-          "overlap_report",
-          [](const Reducer& self) -> std::optional<nb::dict> {
-            std::optional<OverlapReport> report;
-            {
-              const nb::gil_scoped_release no_gil;
-              report = self.overlap_report();
-            }
-            if (!report) return std::nullopt;
-            return to_dict(*report);
-          },
-          "The fields of apex.parallel.OverlapReport, or None.")
-      .def(
-          "straggler_report",
-          [](const Reducer& self) {
-            parallel::StragglerReport report;
-            {
-              const nb::gil_scoped_release no_gil;
-              report = self.straggler_report();
-            }
-            return to_dict(report);
-          },
-          "The fields of apex.parallel.StragglerReport.")
       .def("statistics", [](const Reducer& self) {
         ReducerStatistics statistics;
         {

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
 
 #: By level, the largest difference from float64. The largest weights are near 1.
@@ -215,25 +215,17 @@ class Run:
             self.wrapped = nn.parallel.DistributedDataParallel(self.net)
         elif kind:
             self.wrapped = DistributedDataParallel(self.net, message_size=100)
-        if kind == "overlapped":
-            self.optimizers = [OverlappedOptimizer(self.optimizers[0], self.wrapped)]
 
     def masters(self) -> list[Tensor]:
         for known in self.known:
             known._amp_lazy_init()  # before this, zero_grad would see the model's parameters
         return [master for known in self.known for master in amp.master_params(known)]
 
-    def synchronize(self) -> None:
-        if self.program.wrapper == "overlapped":
-            self.optimizers[0].synchronize()
-
     def copy(self) -> None:
-        self.synchronize()
         self.net, self.known = copy.deepcopy((self.net, self.known))
         self._wrap()
 
     def restore(self, order: str) -> None:
-        self.synchronize()
         states = [self.net.state_dict(), [o.state_dict() for o in self.known], amp.state_dict()]
         file = io.BytesIO()
         torch.save(states, file)
@@ -325,7 +317,6 @@ class Run:
         if "restore" in neutral:
             self.restore(neutral["restore"])
         if step.write == "before":
-            self.synchronize()
             self.write(number, step.how, push=True)
         self.zero_grad(step)
         if "discard" in neutral and not step.parts[0]["overflow"]:
@@ -351,7 +342,6 @@ class Run:
         if step.write == "late":
             self.write(number, step.how, push=False)
         self.optimizers_step(step)
-        self.synchronize()
         scales = self.scales()
         params, state = list(self.net.parameters()), self.net.state_dict()
         for param, master, saved in zip(params, self.masters(), state.values(), strict=True):
@@ -385,7 +375,6 @@ class PlainRun(Run):
         self.scaler = copy.deepcopy(self.scaler)
 
     def restore(self, order: str) -> None:
-        self.synchronize()
         states = [self.net.state_dict(), [o.state_dict() for o in self.known]]
         states.append(self.scaler.state_dict())
         file = io.BytesIO()

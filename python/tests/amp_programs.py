@@ -28,7 +28,7 @@ from ddp_support import RankPool, RanksFailed
 
 BATCH = 25
 BATCH_TIMEOUT_S = 300
-WRAPPERS = ("apex", "torch", "overlapped")
+WRAPPERS = ("apex", "torch")
 #: Optimizers that accept torch.amp.GradScaler's flag as a tensor. Copies of torch's do not.
 FUSED = tuple(name for name in OPTIMIZERS if name.startswith("Fused"))
 
@@ -40,11 +40,10 @@ def draw_program(seed: int) -> Program:
     plain = level in PLAIN
     scale = rng.choice([None, None, 8.0, "dynamic"])
     if plain:
-        wrapper = "" if wrapper == "overlapped" else wrapper
         # GradScaler cannot unscale float16 gradients. Only optimizers that do it themselves allow
         # them.
         scale = rng.choice([None, "dynamic"] if level != "float16" or name in FUSED else [None])
-    count = 1 if wrapper == "overlapped" else rng.choice([1, 1, 2])
+    count = rng.choice([1, 1, 2])
     dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
     # At scale 1 without master weights, the context does nothing, and so restores nothing.
     restores = dynamic or scale == 8.0 or "O2" in level
@@ -58,11 +57,7 @@ def draw_program(seed: int) -> Program:
             "copy": True,
             "restore": rng.choice(orders),
             "evaluate": True,
-            # An OverlappedOptimizer clears gradients itself.
-            "discard": (
-                rng.choice([False, True]),
-                rng.choice(DISCARDS[: 1 if wrapper == "overlapped" else None]),
-            ),
+            "discard": (rng.choice([False, True]), rng.choice(DISCARDS)),
             "raises": (rng.randrange(parts), rng.choice(kinds)),
             "forward": True,
         }

@@ -36,7 +36,6 @@ QUICK = (
     "test_larc.py",
     "test_multiproc.py::test_environment_every_rank_is_complete",
     "test_old_names.py",
-    "test_overlapped_optimizer.py::test_losses_and_parameters_are_those_of_the_plain_loop",
 )
 
 #: The slowest files, which start first, so that no worker is alone with one of them at the end.
@@ -54,7 +53,6 @@ SLOWEST = (
     "test_host_backend",
     "test_amp_accumulation",
     "test_ddp_checkpointing",
-    "test_overlapped_optimizer",
     "test_several_hosts",
     "test_ddp_several",
 )

@@ -71,20 +71,22 @@ class RanksFailed(AssertionError):
 
 
 def forget_amp() -> None:
-    """Undo amp.init() and amp.initialize(), which affect the whole process.
-
-    The next test's scale_loss must not wait for an OverlappedOptimizer that has failed.
-    """
+    """Undo amp.init() and amp.initialize(), which affect the whole process."""
     amp = sys.modules.get("apex.amp")
     if amp is None:
         return
-    sys.modules["apex._internal.pending"].holders.clear()
     state = amp._amp_state
     if state.handle is not None:
         state.handle._deactivate()
         state.handle = None
     vars(state).pop("opt_properties", None)
     state.loss_scalers, state.latest_scalers, state.optimizers = [], [], []
+
+
+def bucket_names(ddp: Any) -> list[list[str]]:
+    """The names of the parameters in each bucket of a wrapper, in launch order."""
+    names = [name for name, _ in ddp._engine.named_parameters()]
+    return [[names[i] for i in bucket] for bucket in ddp._reducer.plan()]
 
 
 def free_port() -> int:

@@ -53,8 +53,6 @@ def train(rank: int, world: int, folder: str, kill_at: int | None = None) -> dic
         amp.load_state_dict(state["amp"])
     begun = state["step"]
     model = DistributedDataParallel(net, message_size=20)  # several buckets
-    if "plan" in state:
-        model.load_bucket_plan(state["plan"])
     for step in range(begun, STEPS):
         x, target = batch(step, rank)
         optimizer.zero_grad()
@@ -70,7 +68,6 @@ def train(rank: int, world: int, folder: str, kill_at: int | None = None) -> dic
             "net": net.state_dict(),
             "optimizer": optimizer.state_dict(),
             "amp": amp.state_dict(),
-            "plan": model.bucket_plan(),
         }
         if rank == 0 and (step + 1) % EVERY == 0:
             torch.save(state, f"{checkpoint}.part")

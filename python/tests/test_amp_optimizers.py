@@ -19,7 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from apex import amp
 from apex.amp import _amp_state
 from apex.optimizers import FusedAdagrad
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
 from apex.parallel.LARC import LARC
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -706,8 +705,6 @@ def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: N
     if "amp" in around:
         level = around.split()[1]
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if "overlapped" in around:
-        optimizer = OverlappedOptimizer(optimizer, DistributedDataParallel(model))
     assert list(inspect.signature(optimizer.zero_grad).parameters) == ["set_to_none"]
     for argument in (None, True, False):
         model(X).backward()

@@ -111,7 +111,7 @@ def test_drawing_is_by_seed_and_covers_every_optimizer_and_level() -> None:
     assert draw_program(5) == draw_program(5) != draw_program(6)
     programs = _many()
     assert len({(p.level, p.optimizer) for p in programs}) == len(LEVELS) * len(OPTIMIZERS)
-    assert {p.wrapper for p in programs} == {"", "apex", "torch", "overlapped"}
+    assert {p.wrapper for p in programs} == {"", "apex", "torch"}
 
 
 def test_drawing_covers_skipped_first_steps_and_scales_that_differ() -> None:
@@ -120,5 +120,5 @@ def test_drawing_covers_skipped_first_steps_and_scales_that_differ() -> None:
     assert len(skipped) == 2 * len(OPTIMIZERS)
     assert sum(p.skips(p.steps[0]) and p.skips(p.steps[1]) for p in programs) > 50
     apart = [(p.wrapper, p.level) for p in programs for s in p.steps if s.apart != 1.0]
-    assert {wrapper for wrapper, _ in apart} == {"apex", "torch", "overlapped"}
+    assert {wrapper for wrapper, _ in apart} == {"apex", "torch"}
     assert {"O1", "O2", "O3"} <= {level for _, level in apart}

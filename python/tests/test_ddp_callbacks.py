@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bucket callbacks, built-in communication hooks, the non-finite check, and ranks in different
-steps."""
+"""Built-in communication hooks, the non-finite check, and profiler ranges."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from typing import Any
 
 import pytest
@@ -28,136 +27,6 @@ pytestmark = pytest.mark.processes
 
 
 # --- bucket callbacks ---
-
-
-def _steps_by_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
-    """One optimizer per parameter, stepped in the callback, equals one step at the end."""
-    ddp = DistributedDataParallel(make(), message_size=30, **options)
-    plain = DistributedDataParallel(make(), message_size=30, **options)
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
-    each = {p: torch.optim.Adam([p], lr=0.05) for p in ddp.parameters()}
-    seen: list[Any] = []
-
-    def step_bucket(bucket: Any) -> None:
-        ddp.statistics()  # the callback may query the engine
-        seen.append(bucket)
-        for parameter in bucket.parameters:
-            each[parameter].step()
-
-    ddp.register_bucket_callback(step_bucket)
-    for step in range(4):
-        seen.clear()
-        ddp.zero_grad()
-        plain.zero_grad()
-        if step == 2:
-            with ddp.no_sync(), plain.no_sync():
-                backward(ddp, rank, 10 + step)
-                backward(plain, rank, 10 + step)
-            check_equal(len(seen), 0, "calls without synchronization")
-        backward(ddp, rank, step)
-        backward(plain, rank, step)
-        optimizer.step()
-        called = [p for bucket in seen for p in bucket.parameters]
-        check(len(seen) > 1, f"{len(seen)} buckets")
-        check_equal(len(called), len(list(ddp.parameters())), "parameters called")
-        check_equal([b.index for b in seen], list(range(len(seen))), "order")
-        for mine, other in zip(ddp.parameters(), plain.parameters(), strict=True):
-            check_equal(mine.data, other.data, f"step {step}")
-    ddp.register_bucket_callback(None)
-    seen.clear()
-    backward(ddp, rank, 0)
-    check_equal(len(seen), 0, "calls after it was taken away")
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
-)
-def test_bucket_callback_steps_like_one_step(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _steps_by_bucket, options)
-
-
-class Branches(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.never = (torch.nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
-        x = torch.tanh(self.left(x)) if left else x * 1.0
-        return torch.tanh(self.right(x)) if right else x * 1.0
-
-
-def _calls_for_used(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Branches(), message_size=1)
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    called: list[str] = []
-    grads: list[Any] = []
-
-    def callback(bucket: Any) -> None:
-        called.extend(names[p] for p in bucket.parameters)
-        grads.extend(p.grad.clone() for p in bucket.parameters)
-
-    ddp.register_bucket_callback(callback)
-    # (left, right) by rank. The first step records only the right branch, so the left branch is
-    # late.
-    steps = [((False, True), (False, True)), ((True, True), (False, True)), ((False, False),) * 2,
-             ((True, False), (False, True))]  # fmt: skip
-    for choices in steps:
-        called.clear()
-        grads.clear()
-        ddp.zero_grad()
-        x = batch(rank, 0).requires_grad_()
-        ddp(x, *choices[rank]).sum().backward()
-        expected = []
-        for i, branch in enumerate(("left", "right")):
-            if any(choice[i] for choice in choices):
-                expected += [f"{branch}.bias", f"{branch}.weight"]
-        check_equal(sorted(called), sorted(expected), f"{choices}")
-        for name, grad in zip(called, grads, strict=True):
-            check_equal(grad, dict(ddp.module.named_parameters())[name].grad, name)
-
-
-def test_bucket_callback_unused_parameters_called_where_any_rank_used_them(ranks: RankPool) -> None:
-    ranks.run(2, _calls_for_used)
-
-
-def _steps_on_a_worker(rank: int, world: int) -> None:
-    """Hazard: a step on another thread, for which the callback waits, waits for the backward."""
-    ddp = DistributedDataParallel(make(), message_size=30)
-    each = {p: torch.optim.SGD([p], lr=0.05) for p in ddp.parameters()}
-    with ThreadPoolExecutor(1) as worker:
-
-        def step(bucket: Any) -> None:
-            for done in [worker.submit(each[p].step) for p in bucket.parameters]:
-                done.result(timeout=20)
-
-        ddp.register_bucket_callback(step)
-        for number in range(3):
-            ddp.zero_grad()
-            backward(ddp, rank, number)
-    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
-
-
-def test_bucket_callback_waits_for_steps_on_another_thread(ranks: RankPool) -> None:
-    ranks.run(2, _steps_on_a_worker)
-
-
-def _interrupted(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make())
-
-    def interrupt(bucket: Any) -> None:
-        raise KeyboardInterrupt
-
-    ddp.register_bucket_callback(interrupt)
-    try:
-        backward(ddp, rank, 0)
-    except KeyboardInterrupt:
-        return
-    raise AssertionError("not interrupted")
-
-
-def test_bucket_callback_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
-    ranks.run(2, _interrupted)
 
 
 def _polled(rank: int, world: int) -> None:
@@ -186,41 +55,6 @@ def _polled(rank: int, world: int) -> None:
 
 def test_properties_that_another_thread_polls_do_not_stop_training(ranks: RankPool) -> None:
     ranks.run(1, _polled)
-
-
-def _raises_in_callback(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make(), message_size=30)
-
-    def fail(bucket: Any) -> None:
-        raise KeyError("in the callback")
-
-    ddp.register_bucket_callback(fail)
-    for step in range(2):
-        ddp.zero_grad()
-        error = None
-        try:
-            backward(ddp, rank, step)
-        except RuntimeError as caught:
-            error = caught
-        raised("in the callback", error)
-        # All buckets still complete.
-        expected = mean_gradients(ddp.module, world, step)
-        for name, grad in gradients(ddp).items():
-            check_near(grad, expected[name], name, 1e-4)
-
-    def rebuild(bucket: Any) -> None:
-        ddp.rebuild_buckets()
-
-    ddp.register_bucket_callback(rebuild)
-    try:
-        backward(ddp, rank, 0)
-    except RuntimeError as caught:
-        error = caught
-    raised("while a backward is running", error)
-
-
-def test_bucket_callback_that_raises_leaves_gradients_complete(ranks: RankPool) -> None:
-    ranks.run(2, _raises_in_callback)
 
 
 # --- built-in hooks ---
@@ -368,3 +202,24 @@ def _shows_ranges(rank: int, world: int) -> None:
 
 def test_profiler_shows_forward_buckets_and_end(ranks: RankPool) -> None:
     ranks.run(2, _shows_ranges)
+
+
+def _times(rank: int, world: int) -> None:
+    """Oracle: a sleep of rank 1 in backward, for which rank 0 waits."""
+    ddp = DistributedDataParallel(make())
+    x = batch(rank, 0).requires_grad_()
+    check_equal(ddp.statistics()["last_step_compute_s"], 0, "before the first step")
+    for step in range(3):
+        ddp.zero_grad()
+        y = ddp(x)
+        if rank == 1 and step == 2:
+            ddp.module.register_full_backward_hook(lambda *_: time.sleep(0.1))
+            y = ddp(x)
+        y.square().sum().backward()
+    times = ddp.statistics()
+    check(rank == 0 or times["last_step_compute_s"] >= 0.1, f"own time: {times}")
+    check(rank == 1 or times["last_backward_wait_s"] > 0, f"waits: {times}")
+
+
+def test_statistics_have_the_times_of_the_last_step(ranks: RankPool) -> None:
+    ranks.run(2, _times)

@@ -17,7 +17,7 @@ from ddp_support import RankPool, check, check_equal, check_step, raises
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -42,9 +42,6 @@ class Trainer:
         self.buckets += 1
         return _averages(state, bucket)
 
-    def callback(self, bucket: Any) -> None:
-        self.buckets += 1
-
 
 def _in_module(ddp: DistributedDataParallel) -> None:
     ddp.module.wrapper = ddp
@@ -64,24 +61,12 @@ def _in_hook(ddp: DistributedDataParallel) -> Trainer:
     return trainer
 
 
-def _in_callback(ddp: DistributedDataParallel) -> Trainer:
-    trainer = Trainer(ddp)
-    ddp.register_bucket_callback(trainer.callback)
-    return trainer
-
-
-def _in_optimizer(ddp: DistributedDataParallel) -> None:
-    OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.0), ddp)
-
-
 CIRCLES: dict[str, Callable[[DistributedDataParallel], Trainer | None]] = {
     "nothing": lambda ddp: None,
     "submodule": _in_module,
     "attribute": _beside_module,
     "state": _in_state,
     "hook": _in_hook,
-    "callback": _in_callback,
-    "optimizer": _in_optimizer,
 }
 
 
@@ -115,8 +100,6 @@ def _is_gone(rank: int, world: int, what: str) -> None:
     _loss(ddp, rank).backward()
     if what == "hook":
         ddp.register_comm_hook(None, _averages)
-    elif what == "callback":
-        ddp.register_bucket_callback(lambda bucket: None)
     loss = _loss(ddp, rank)
     module = ddp.module
     del ddp
@@ -129,7 +112,7 @@ def _is_gone(rank: int, world: int, what: str) -> None:
     check_step(DistributedDataParallel(module), _loss, "wrapped again")
 
 
-@pytest.mark.parametrize("what", ["hook", "callback", "neither"])
+@pytest.mark.parametrize("what", ["hook", "neither"])
 def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
     ranks: RankPool, what: str
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from ddp_models import build, data
 from ddp_support import (
     RankPool,
+    bucket_names,
     check,
     check_equal,
     check_same_on_all_ranks,
@@ -60,7 +61,7 @@ def _repaired(rank: int, world: int, repair: str) -> None:
     check_same_on_all_ranks(list(ddp.parameters()), "parameters after the repair")
     for step in range(3):
         check_step(ddp, _loss, f"after the repair, step {step}")
-    names = [name for bucket in ddp.bucket_plan() for name in bucket]
+    names = [name for bucket in bucket_names(ddp) for name in bucket]
     check_equal(len(names), 6, "parameters in the plan")
 
 
@@ -157,7 +158,7 @@ def test_module_without_parameters_replaced_in_forward_is_no_change(
 
 
 def _closing(ddp: DistributedDataParallel) -> list[str]:
-    return [bucket[-1] for bucket in ddp.bucket_plan()]
+    return [bucket[-1] for bucket in bucket_names(ddp)]
 
 
 def _changes_triggers(rank: int, world: int) -> None:

@@ -25,7 +25,7 @@ from ddp_support import (
 )
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -205,85 +205,3 @@ def _dtype_and_back(rank: int, world: int, channel: str) -> None:
 @CHANNEL
 def test_a_dtype_changed_and_changed_back_on_one_rank(ranks: RankPool, channel: str) -> None:
     ranks.run(2, _dtype_and_back, channel)
-
-
-# --- updates under the next forward ---
-
-
-def _overlapped(rank: int, world: int, channel: str) -> None:
-    """A deferred backward does not return before a frozen parameter's older gradient is
-    averaged."""
-    ddp = _wrapper(rank, channel)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), ddp)
-    layer = ddp.module.layers[1]
-    for round_ in range(3):
-        for frozen in (True, False):
-            layer.requires_grad_(not frozen)
-            for step in range(6):  # until the plan of this set is deferred
-                _loss(ddp, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        with ddp.no_sync():
-            _loss(ddp, rank, 50 + round_).backward()
-        layer.requires_grad_(False)
-        _loss(ddp, rank, 60 + round_).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.synchronize()
-        check_same_on_all_ranks(list(ddp.parameters()), f"round {round_}")
-
-
-@CHANNEL
-def test_overlapped_optimizer_with_gradients_accumulated_before_freezing(
-    ranks: RankPool, channel: str
-) -> None:
-    ranks.run(2, _overlapped, channel)
-
-
-# --- plans that were loaded ---
-
-
-class _Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 4, sparse=True)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.words((x[:, 0].abs() * 3).long() % 7).to(self.first.weight.dtype)
-        y = self.first(y * x.sum().to(y.dtype)).tanh()
-        return self.second(y.to(self.second.weight.dtype))
-
-
-def _loaded(rank: int, world: int, views: bool) -> None:
-    """A plan with a bucket that cannot be one message, or no longer can, is not used."""
-    torch.manual_seed(rank)
-    ddp: Any = DistributedDataParallel(_Words(), gradient_as_bucket_view=views)
-    names = [name for name, _ in ddp.module.named_parameters()]
-
-    def loss(model: nn.Module, r: int) -> Tensor:
-        return model(data(r)).square().sum()
-
-    check_step(ddp, loss, "recorded")
-    for plan in ([names], [list(reversed(names))], [[names[1], names[0]], names[2:]]):
-        ddp.load_bucket_plan(plan)
-        for _ in range(2):
-            check_step(ddp, loss, f"loaded {plan}")
-    # Float64 after float32, or the reverse.
-    ddp.load_bucket_plan([names[1:], names[:1]])
-    check_step(ddp, loss, "loaded")
-    ddp.module.first.double()
-    ddp.zero_grad()
-    loss(ddp, rank).backward()
-    reference = to_reference(ddp.module)
-    for r in range(world):
-        (loss(reference, r) / world).backward()
-    for name, grad in gradients(ddp.module).items():
-        if name.startswith("first"):
-            check_near(grad, gradients(reference)[name], name, 1e-6)
-    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
-
-
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_a_loaded_plan_that_does_not_fit_is_not_used(ranks: RankPool, views: bool) -> None:
-    ranks.run(2, _loaded, views)

@@ -23,7 +23,7 @@ from ddp_support import (
 )
 from nccl_like import eager_nccl
 from several_support import Net, batch, check_average
-from torch import Tensor, nn
+from torch import nn
 
 from apex._internal.groups import timeout_of
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
@@ -68,43 +68,6 @@ def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
 @pytest.mark.parametrize("how", ["method", "inputs", "forward"])
 def test_wrapper_is_dropped_the_other_one_averages(ranks: RankPool, how: str, ends: str) -> None:
     ranks.run(2, _wrapper_is_dropped, how, ends)
-
-
-def _one_ends_with_an_error(rank: int, world: int, failing: int) -> None:
-    """The callback of one wrapper raises on one rank. All gradients of both wrappers are
-    averages."""
-    torch.manual_seed(rank)
-    models: list[Any] = [Net(), Net()]
-    wrappers = [DistributedDataParallel(model, message_size=1) for model in models]
-    raised = [False]
-
-    def fail(_: Any) -> None:
-        if raised[0]:
-            raise LookupError("on purpose")
-
-    wrappers[failing].register_bucket_callback(fail)
-    for step in range(6):
-
-        def loss(nets: list[Any], r: int, step: int = step) -> Tensor:
-            x = batch(r, step).to(next(nets[1].parameters()).dtype)
-            return nets[1](nets[0](x)).square().mean()
-
-        for wrapper in wrappers:
-            wrapper.zero_grad()
-        raised[0] = step % 2 == 1 and rank == 1
-        try:
-            loss(wrappers, rank).backward()
-            check(not raised[0], "the callback's error was lost")
-        except RuntimeError as error:
-            check(raised[0] and "on purpose" in str(error), f"not its own error: {error}")
-        check_average(models, loss, world, f"step {step}")
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_at_the_end_of_one_wrapper_leaves_the_others_complete(
-    ranks: RankPool, failing: int
-) -> None:
-    ranks.run(3, _one_ends_with_an_error, failing)
 
 
 def _streams(rank: int, world: int) -> None:

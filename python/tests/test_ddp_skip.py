@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import Mlp
-from ddp_steps_support import backward, batch, make, mean_gradients, raised
+from ddp_steps_support import backward, batch, make, mean_gradients
 from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks, gradients
 from ddp_support import raises as raises_in_rank
 from torch import Tensor, nn
 
 from apex import amp
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -293,32 +293,7 @@ def test_late_gradient_that_is_not_finite_is_found(ranks: RankPool, how: str, sk
     ranks.run(2, _not_finite_late, how, skips)
 
 
-def _callback(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make(), on_failure="skip", message_size=20)
-    seen: list[int] = []
-    ddp.register_bucket_callback(lambda bucket: seen.append(bucket.index))
-    for step in range(4):
-        ddp.zero_grad()
-        seen.clear()
-        if step == 2 and rank == 1:
-            ddp.skip_step().backward()
-        else:
-            backward(ddp, rank, step)
-        check_equal(seen == [], step == 2, f"step {step}: {seen}")
-
-
-def test_bucket_callback_is_not_called_in_a_skipped_step(ranks: RankPool) -> None:
-    ranks.run(2, _callback)
-
-
 def _refused(rank: int, world: int) -> None:
-    overlapped = DistributedDataParallel(make())
-    OverlappedOptimizer(torch.optim.SGD(overlapped.parameters(), lr=0.1), overlapped)
-    with raises_in_rank(RuntimeError, f"rank {rank}: skip_step(): with OverlappedOptimizer"):
-        overlapped.skip_step()
-    skipping = DistributedDataParallel(make(), on_failure="skip")
-    with raises_in_rank(ValueError, "on_failure='skip'"):
-        OverlappedOptimizer(torch.optim.SGD(skipping.parameters(), lr=0.1), skipping)
     with raises_in_rank(ValueError, "on_failure must be 'raise' or 'skip', got 'ignore'"):
         DistributedDataParallel(make(), on_failure="ignore")
     with raises_in_rank(RuntimeError, "on_failure='skip' (skip_failed_steps)"):
@@ -339,12 +314,6 @@ def _refused(rank: int, world: int) -> None:
         late.module.register_full_backward_hook(lambda *_: ask(x))
     late(x).square().sum().backward()
     check(late.step_skipped and not said, "asked when all buckets were launched")
-    # The reports are sent when backward ends.
-    ending = DistributedDataParallel(make(), on_failure="skip")
-    ending.register_bucket_callback(lambda *_: ask(x, ending))
-    backward(ending, rank, 0)
-    raised("this backward has already sent its report", said[0] if said else None)
-    check(not ending.step_skipped, "asked too late, and refused")
 
 
 def test_skip_step_where_it_cannot_work_is_refused(ranks: RankPool) -> None:

@@ -17,7 +17,7 @@ from ddp_support import RankPool, check, check_equal, raises
 from ddp_weighted_cases import plain_average_is_off, run_seeds, world_of
 from torch import nn
 
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -321,48 +321,6 @@ def _in_an_accumulation(rank: int, world: int) -> None:
 
 def test_weighted_accumulation_keeps_its_weights(ranks: RankPool) -> None:
     ranks.run(2, _in_an_accumulation)
-
-
-def _callbacks(rank: int, world: int) -> None:
-    ddp = _ddp()
-    seen: list[torch.Tensor] = []
-    ddp.register_bucket_callback(lambda b: seen.extend(p.grad.clone() for p in b.parameters))
-    for weight in (2, 2, 0, 2):
-        seen.clear()
-        ddp.zero_grad()
-        with ddp.weight(weight):  # without a sample, the mean of nothing is NaN
-            (ddp(torch.ones(2, 4)).sum() * (1.0 if weight else float("nan"))).backward()
-        check_equal(len(seen), len(list(ddp.parameters())), "gradients in callbacks")
-        for gradient in seen:
-            check(any(torch.equal(gradient, p.grad) for p in ddp.parameters()), "not the final one")
-
-
-def test_weighted_bucket_callbacks_see_the_mean(ranks: RankPool) -> None:
-    ranks.run(2, _callbacks)
-
-
-def _overlapped(rank: int, world: int) -> None:
-    trained = []
-    for overlaps in (False, True):
-        ddp = _ddp()
-        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        if overlaps:
-            optimizer = OverlappedOptimizer(optimizer, ddp)
-        for step in range(6):
-            optimizer.zero_grad()
-            x = torch.linspace(-1, 1, 4 * (1 + rank + step)).view(-1, 4)
-            with ddp.weight(len(x)):
-                ddp(x).square().sum().backward()
-            optimizer.step()
-        if overlaps:
-            optimizer.synchronize()
-        trained.append([p.detach().clone() for p in ddp.parameters()])
-    for one, other in zip(*trained, strict=True):
-        check(torch.equal(one, other), "another result with an OverlappedOptimizer")
-
-
-def test_weighted_overlapped_optimizer_steps_alike(ranks: RankPool) -> None:
-    ranks.run(2, _overlapped)
 
 
 def _module_changes(rank: int, world: int) -> None:

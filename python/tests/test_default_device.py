@@ -24,7 +24,6 @@ from apex.fp16_utils import FP16_Optimizer, network_to_half
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.parallel import (
     DistributedDataParallel,
-    OverlappedOptimizer,
     Reducer,
     convert_syncbn_model,
 )
@@ -144,15 +143,6 @@ def _with_options(**options: Any) -> Callable[..., list[Tensor]]:
     return run
 
 
-def _overlapped(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    wrapped = DistributedDataParallel(model)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
-    for x in batches:
-        _plain(wrapped, optimizer, x)
-    optimizer.synchronize()
-    return list(model.parameters())
-
-
 def _sync_batch_norm(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return _with_options()(convert_syncbn_model(model), batches)
 
@@ -212,7 +202,6 @@ RUNS: dict[str, Callable[[nn.Module, list[Tensor]], list[Tensor]]] = {
     "buffers": _with_options(broadcast_buffers=True),
     "checks": _with_options(check_reduction=True, check_finite=True, gradient_as_bucket_view=True),
     "delayed": _with_options(delay_allreduce=True, allreduce_always_fp32=True),
-    "overlapped": _overlapped,
     "SyncBatchNorm": _sync_batch_norm,
     "join": _uneven,
     "Reducer": _reducer,

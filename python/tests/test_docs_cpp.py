@@ -78,13 +78,12 @@ namespace apex::amp { class LossScaler; }
 namespace apex::parallel {
 template <typename> class DistributedDataParallel;
 class LARC;
-class OverlappedOptimizer;
 class Reducer;
 }
 namespace forward {
 struct Net;
 void train(apex::parallel::DistributedDataParallel<Net>&, apex::parallel::LARC&,
-           apex::parallel::OverlappedOptimizer&, apex::parallel::Reducer&, apex::amp::LossScaler&);
+           apex::parallel::Reducer&, apex::amp::LossScaler&);
 }
 """
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from apex import fp16_utils
-from apex._internal import pending
 from apex.amp.scaler import LossScaler
 from apex.fp16_utils import FP16_Optimizer, convert_network
 from apex.parallel.LARC import LARC
@@ -354,24 +353,6 @@ def test_backward_several_times_adds_gradients_up_as_float32(
     tolerance = {HALF: 4e-3, torch.bfloat16: 4e-2, F32: 1e-5}[dtype]
     for master, want in zip(masters, reference.parameters(), strict=True):
         torch.testing.assert_close(master, want, rtol=tolerance, atol=tolerance)
-
-
-def test_gradients_that_an_overlapped_optimizer_still_averages_are_awaited() -> None:
-    model = net()
-    optimizer = wrap(model, static_loss_scale=16.0)
-    averaged = [torch.full_like(p, 32.0) for p in model.parameters()]
-
-    class Holder:
-        def synchronize(self) -> None:
-            for param, grad in zip(model.parameters(), averaged, strict=True):
-                param.grad.copy_(grad)
-
-    optimizer.backward(loss_of(model, 0), update_master_grads=False)
-    holder = Holder()
-    pending.holders.add(holder)
-    optimizer.update_master_grads()
-    for grad in optimizer.inspect_master_grad_data()[0]:
-        assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
 @pytest.mark.parametrize("to_none", [False, True])

@@ -16,12 +16,12 @@ import fused_optimizer_references as references
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, check, check_equal, check_near
+from ddp_support import RankPool, check_near
 from torch import nn
 
 from apex import amp, optimizers
 from apex.optimizers import _fused
-from apex.parallel import LARC, DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
 REFERENCES = {
@@ -478,46 +478,6 @@ def _averages(rank: int, world: int) -> None:
 @pytest.mark.processes
 def test_fused_lamb_of_several_ranks_follows_the_paper(ranks: RankPool) -> None:
     ranks.run(2, _averages)
-
-
-def _overlapped(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    models = []
-    for overlapped in (False, True):
-        torch.manual_seed(0)
-        layers = [nn.Linear(32, 32) for _ in range(4)]
-        model = DistributedDataParallel(nn.Sequential(*layers), message_size=1000)
-        optimizer: Any = optimizers.FusedAdam(model.parameters(), bias_correction=False)
-        if overlapped:
-            optimizer = OverlappedOptimizer(optimizer, model)
-        for step in range(4):
-            torch.manual_seed(10 * step + rank)
-            optimizer.zero_grad()
-            model(torch.randn(3, 32)).square().sum().backward()
-            optimizer.step()
-        if overlapped:
-            optimizer.synchronize()
-        models.append(model)
-        check_equal(optimizer.param_groups[0]["step"], 4, "steps counted")
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        check(torch.equal(a, b), "overlapped steps differ")
-    for name in ("FusedLAMB", "FusedNovoGrad"):
-        inner = getattr(optimizers, name)(models[0].parameters())
-        for refused in (inner, LARC.LARC(inner)):
-            try:
-                OverlappedOptimizer(refused, models[0])
-            except ValueError as error:
-                check(
-                    f"{name} cannot step its parameters one module at a time" in str(error),
-                    str(error),
-                )
-            else:
-                check(False, f"{name} was accepted")
-
-
-@pytest.mark.processes
-def test_fused_adam_overlapped_counts_once_and_others_are_refused(ranks: RankPool) -> None:
-    ranks.run(2, _overlapped)
 
 
 UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from apex import _core
 from apex._internal.group_names import name_of
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -51,12 +51,9 @@ def _shared(ddp: DistributedDataParallel) -> int:
 
 def _takes_the_channel(rank: int, world: int, options: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(build(), process_group=_group(), **options)
-    ddp.record_overlap()
     for step in range(4):
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
     check(_shared(ddp) >= 4, f"{_shared(ddp)} buckets in shared memory")
-    report = ddp.overlap_report()
-    check(all(bucket.shared_memory for bucket in report.buckets), f"{report}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -208,28 +205,6 @@ def _dies_in_backward(rank: int, world: int) -> None:
 
 def test_rank_that_dies_is_named_by_its_process(ranks: RankPool) -> None:
     ranks.run(3, _dies_in_backward, lost=(1,))
-
-
-def _waits_elsewhere(rank: int, world: int, size: int) -> None:
-    """Rank 0 needs the others' updates while they wait for it, for example to save a checkpoint."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
-    ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
-    for step in range(8):
-        optimizer.zero_grad()
-        ddp(torch.randn(2, size)).square().mean().backward()
-        optimizer.step()
-        if rank == step % world:
-            optimizer.state_dict()  # completes the step
-        dist.barrier()
-    optimizer.synchronize()
-    check(ddp.statistics()["deferred"] > 0, "no backward was deferred")
-
-
-@pytest.mark.parametrize("size", [8, 200])
-def test_rank_that_does_something_else_holds_nobody_up(ranks: RankPool, size: int) -> None:
-    ranks.run(3, _waits_elsewhere, size)
 
 
 def _fork_is_no_rank(rank: int, world: int) -> None:

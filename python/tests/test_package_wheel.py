@@ -69,11 +69,7 @@ def test_wheel_requires_what_is_imported(wheel: importlib.metadata.Distribution)
         if requirement.marker is None  # not the requirements of extras
     }
     imported = set()
-    parallel = ROOT / "python" / "apex" / "parallel"
-    optional = {parallel / "_plots.py"}  # its error names the package to install
     for path in (ROOT / "python" / "apex").rglob("*.py"):
-        if path in optional:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}

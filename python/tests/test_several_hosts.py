@@ -25,7 +25,7 @@ from ddp_support import check, check_equal, check_step, raises
 from hosts_support import run_on_hosts, stop_for
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, OverlappedOptimizer, SyncBatchNorm
+from apex.parallel import DistributedDataParallel, SyncBatchNorm
 
 pytestmark = [
     pytest.mark.processes,
@@ -61,15 +61,12 @@ def _check_same_bits(ddp: nn.Module) -> None:
 def _by_host(rank: int, world: int) -> None:
     for options in OPTIONS:
         ddp = DistributedDataParallel(build(), process_group=_group(), **options)
-        ddp.record_overlap()
         for step in range(4):
             check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"{options}, step {step}")
             _check_same_bits(ddp)
         statistics = ddp.statistics()
         check(statistics["reduced_by_host"] >= 4, f"{statistics}")
         check_equal(statistics["reduced_in_shared_memory"], 0, "buckets on one host")
-        report = ddp.overlap_report()
-        check(all(bucket.by_host for bucket in report.buckets), f"{report}")
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 4e-2)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(
@@ -221,30 +218,6 @@ def _hook_fails(rank: int, world: int) -> None:
 
 def test_hook_that_fails_on_one_rank_is_named_on_all_hosts() -> None:
     run_on_hosts([2, 1], _hook_fails)
-
-
-def _waits_elsewhere(rank: int, world: int) -> None:
-    """One rank needs the others' updates while they wait for it, for example to save a
-    checkpoint."""
-    torch.manual_seed(3)
-    size = 100
-    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
-    ddp = DistributedDataParallel(model, process_group=_group(), message_size=size * size)
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01), ddp)
-    for step in range(8):
-        optimizer.zero_grad()
-        ddp(torch.randn(2, size)).square().mean().backward()
-        optimizer.step()
-        if rank == step % world:
-            optimizer.state_dict()  # completes the step
-        dist.barrier()
-    optimizer.synchronize()
-    statistics = ddp.statistics()
-    check(statistics["deferred"] > 0 and statistics["reduced_by_host"] > 0, f"{statistics}")
-
-
-def test_rank_that_does_something_else_holds_nobody_up() -> None:
-    run_on_hosts([2, 1], _waits_elsewhere)
 
 
 def _with_batch_norm(rank: int, world: int) -> None:

@@ -20,11 +20,8 @@
 #include <apex/parallel/larc.h>
 #include <apex/parallel/model_sync.h>
 #include <apex/parallel/output_tensors.h>
-#include <apex/parallel/overlap_report.h>
-#include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
 #include <apex/parallel/stall_report.h>
-#include <apex/parallel/straggler_report.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <apex/version.h>

@@ -58,9 +58,13 @@ class Flat {
   const Sizes sizes_;
 };
 
-/// `tensor` in the type in which ATen computes channels of `x`.
+/// The device of `x`, and the type in which ATen computes its channels.
+at::TensorOptions computing(const at::Tensor& x) {
+  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
 at::Tensor computed(const at::Tensor& tensor, const at::Tensor& x) {
-  return tensor.to(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+  return tensor.to(computing(x)).contiguous();
 }
 
 OptionalTensor computed(const OptionalTensor& tensor, const at::Tensor& x) {
@@ -80,10 +84,11 @@ at::Tensor record_of(const at::Tensor& x, const Flat& flat) {
   const auto float64 = x.options().dtype(at::kDouble);
   if (count == 0) return at::zeros({kernels::statistics_length(channels)}, float64);
   // The arguments for running statistics select the type of the result.
-  const at::Tensor zeros = computed(at::zeros({channels}, float64), x);
-  const auto [mean, var] = at::batch_norm_update_stats(flat(x), zeros, zeros.add(1), 0);
-  return at::cat(
-      {mean.to(at::kDouble), var.to(at::kDouble).mul_(count), at::full({1}, count, float64)});
+  const auto [mean, var] = at::batch_norm_update_stats(flat(x), at::zeros({channels}, computing(x)),
+                                                       at::ones({channels}, computing(x)), 0);
+  at::Tensor record = at::cat({mean, var, at::full({1}, count, float64)});
+  record.narrow(0, channels, channels).mul_(count);
+  return record;
 }
 
 /// Statistics of all ranks, in float64 on the CPU.
@@ -116,7 +121,8 @@ Statistics merge(const at::Tensor& records, int64_t channels) {
 }
 
 /// With fewer than two values neither running statistic changes.
-void update_running(const ForwardArguments& a, const Statistics& all) {
+void update_running(const ForwardArguments& a, const Statistics& all, const at::Tensor& mean,
+                    const at::Tensor& var) {
   if (present(a.num_batches_tracked)) a.num_batches_tracked->add_(1);
   if (all.count <= 1) return;
   double factor = a.momentum.value_or(0);
@@ -126,8 +132,8 @@ void update_running(const ForwardArguments& a, const Statistics& all) {
   const auto update = [&](const OptionalTensor& running, const at::Tensor& value) {
     if (present(running)) running->lerp_(value.to(running->options()), factor);
   };
-  update(a.running_mean, all.mean);
-  update(a.running_var, all.var * (all.count / (all.count - 1)));
+  update(a.running_mean, mean);
+  update(a.running_var, var * (all.count / (all.count - 1)));
 }
 
 }  // namespace
@@ -142,11 +148,12 @@ ForwardResult forward_composed(const ForwardArguments& a) {
   if (peers) records = all_gather(peers, records, Direction::kForward, channels);
   const Statistics all = merge(records.cpu(), channels);
   check_more_than_one_value(a.input, static_cast<int64_t>(all.count));
-  update_running(a, all);
-  const at::Tensor output =
-      x.numel() == 0 ? at::empty_like(x)
-                     : flat.restore(normalize(flat(x), computed(a.weight, x), computed(a.bias, x),
-                                              computed(all.mean, x), computed(all.var, x), a.eps));
+  const at::Tensor mean = computed(all.mean, x), var = computed(all.var, x);
+  update_running(a, all, mean, var);
+  const at::Tensor output = x.numel() == 0
+                                ? at::empty_like(x)
+                                : flat.restore(normalize(flat(x), computed(a.weight, x),
+                                                         computed(a.bias, x), mean, var, a.eps));
   return {output, all.mean.to(x.device()), (all.var + a.eps).rsqrt_().to(x.device()),
           at::full({1}, static_cast<int64_t>(all.count), x.options().dtype(at::kLong))};
 }
@@ -157,38 +164,40 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   const at::Tensor x = in_layout(a.input);
   const Flat flat(x);
   const int64_t channels = x.size(1);
-  const auto float64 = x.options().dtype(at::kDouble);
-  const at::Tensor invstd = a.invstd.to(at::kDouble);
-  const at::Tensor mean = computed(a.mean, x), var = computed(invstd.square().reciprocal_(), x);
-  const at::Tensor weight =
-      present(a.weight) ? computed(*a.weight, x) : computed(at::ones({channels}, float64), x);
+  const auto zeros = [&] { return at::zeros({channels}, computing(x)); };
+  const at::Tensor ones = at::ones({channels}, computing(x));
+  const at::Tensor weight = present(a.weight) ? computed(*a.weight, x) : ones;
+  const at::Tensor mean = computed(a.mean, x), invstd = computed(a.invstd, x);
   const bool empty = x.numel() == 0;
-  at::Tensor dy, sum = at::zeros({channels}, float64), dot = sum;
+  at::Tensor dy, sum, dot;
   if (!empty) {
     dy = flat(in_layout_of(x, a.grad_output.to(x.scalar_type())));
-    const auto gradients = at::native_batch_norm_backward(
-        dy, flat(x), weight, mean, var, {}, {}, /*train=*/false, /*eps=*/0, {false, true, true});
-    dot = std::get<1>(gradients).to(at::kDouble);  // with (x - mean) * invstd
-    sum = std::get<2>(gradients).to(at::kDouble);
+    const auto gradients =
+        at::native_batch_norm_backward(dy, flat(x), weight, {}, {}, mean, invstd, /*train=*/true,
+                                       /*eps=*/0, {false, true, true});
+    dot = std::get<1>(gradients);  // with (x - mean) * invstd
+    sum = std::get<2>(gradients);
+  } else {
+    dot = zeros();
+    sum = zeros();
   }
   const auto parameter = [&](bool needed, const at::Tensor& gradient) {
-    return gradient.narrow(0, 0, needed ? channels : 0).to(parameter_options(a), false, true);
+    return needed ? gradient.to(parameter_options(a)) : at::empty({0}, parameter_options(a));
   };
   const at::Tensor dweight = parameter(a.needs[1], dot), dbias = parameter(a.needs[2], sum);
   if (!a.needs[0]) return {at::empty({0}, x.options()), dweight, dbias};
-  at::Tensor means = at::cat({sum, dot / invstd});
+  at::Tensor means = at::cat({sum, dot / invstd}).to(at::kDouble);
   if (peers) all_reduce(peers, means, Direction::kBackward, channels);
   if (empty) return {at::empty_like(x), dweight, dbias};
-  means.div_(a.count.clamp_min(1));
-  // dx = weight * invstd * (dy - mean(dy)) - weight * invstd * mean(dy * xhat) * xhat
-  const at::Tensor mean_dy = computed(means.narrow(0, 0, channels), x);
-  const at::Tensor of_xhat =
-      computed(means.narrow(0, channels, channels) * invstd.square() * weight, x);
+  means = computed(means.div_(a.count.clamp_min(1)), x);
+  // dx = scale * (dy - mean(dy)) - scale * xhat * mean(dy * xhat)
+  const at::Tensor scale = invstd * weight, mean_dy = means.narrow(0, 0, channels),
+                   of_x = means.narrow(0, channels, channels) * invstd.square() * scale;
   const at::Tensor dx = at::empty_like(flat(x));
   flat.for_each_part({flat(x), dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
-    at::Tensor of_x = part[2];
-    at::sub_out(of_x, normalize(part[1], weight, {}, mean_dy, var, /*eps=*/0),
-                normalize(part[0], of_xhat, {}, mean, var, /*eps=*/0));
+    at::Tensor result = part[2];
+    at::sub_out(result, normalize(part[1], scale, {}, mean_dy, ones, /*eps=*/0),
+                normalize(part[0], of_x, {}, mean, ones, /*eps=*/0));
   });
   return {flat.restore(dx), dweight, dbias};
 }

@@ -20,7 +20,6 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlapped_optimizer.h>
 
 #include "comm/error_text.h"
 #include "plain_text.h"
@@ -161,13 +160,6 @@ void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
 }  // namespace
 
 Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
-  parts_.push_back({"optimizer" + std::to_string(optimizers_++),
-                    [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
-                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
-  return *this;
-}
-
-Checkpoint& Checkpoint::optimizer(OverlappedOptimizer& optimizer) {
   parts_.push_back({"optimizer" + std::to_string(optimizers_++),
                     [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
                     [&optimizer](InputArchive& archive) { optimizer.load(archive); }});

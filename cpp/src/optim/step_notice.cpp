@@ -8,14 +8,7 @@
 
 namespace apex::parallel::detail {
 
-namespace {
-
-thread_local int parts_in_progress = 0;
-
-}  // namespace
-
 void report_step(torch::optim::Optimizer& optimizer, Reporter reporter) {
-  if (parts_in_progress > 0) return;
   // One parameter of each group is enough to find the reducer.
   std::vector<at::Tensor> some;
   for (const auto& group : optimizer.param_groups()) {
@@ -26,8 +19,5 @@ void report_step(torch::optim::Optimizer& optimizer, Reporter reporter) {
       static_cast<int64_t>(reinterpret_cast<intptr_t>(&optimizer)) + static_cast<int>(reporter);
   Reducer::optimizer_stepped(some, number);
 }
-
-StepInParts::StepInParts() { ++parts_in_progress; }
-StepInParts::~StepInParts() { --parts_in_progress; }
 
 }  // namespace apex::parallel::detail

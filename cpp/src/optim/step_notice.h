@@ -12,18 +12,7 @@ namespace apex::parallel::detail {
 /// one step must not count as two.
 enum class Reporter { kItself, kLossScaler };
 
-/// Reports a step of `optimizer` to the reducers of its parameters. Does nothing while this thread
-/// has a StepInParts. Does not block.
+/// Reports a step of `optimizer` to the reducers of its parameters. Does not block.
 void report_step(torch::optim::Optimizer& optimizer, Reporter reporter);
-
-/// RAII guard that makes steps in this thread parts of one step, which is reported separately. The
-/// number of parts may differ by rank.
-class StepInParts {
- public:
-  StepInParts();
-  ~StepInParts();
-  StepInParts(const StepInParts&) = delete;
-  StepInParts& operator=(const StepInParts&) = delete;
-};
 
 }  // namespace apex::parallel::detail

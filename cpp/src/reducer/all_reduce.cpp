@@ -91,19 +91,6 @@ class AllReduce final : public Reduction {
 
   bool done() const override { return work_ && work_->isCompleted() && !work_->exception(); }
 
-  FuturePtr future() const override {
-    if (traits_.shares_memory || traits_.across_hosts) return nullptr;  // would need a thread
-    try {
-      return work_ ? work_->getFuture() : nullptr;
-    } catch (const std::exception&) {
-      return nullptr;  // some backends have no futures
-    }
-  }
-
-  void leave() override {
-    if (auto* const work = dynamic_cast<SlicedWork*>(work_.get())) work->leave();
-  }
-
   void drop() noexcept override {
     work_.reset();
     loan_.forget();

@@ -12,7 +12,6 @@
 #include <apex/interruption.h>
 
 #include "fingerprint.h"
-#include "reducer/plan_agreement.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
@@ -32,8 +31,8 @@ namespace apex::parallel::detail {
 // backward through once it has begun. A rank without gradients sends zeros, and its report gives
 // the reason:
 //
-// - It failed: an exception ended its backward, in the module, in a hook, or in a callback. Then
-//   this backward is invalid. Every rank throws, and all can continue with the next backward.
+// - It failed: an exception ended its backward, in the module or in a hook. Then this backward is
+//   invalid. Every rank throws, and all can continue with the next backward.
 // - It left the plan (rebuild_buckets(), another communication hook, another set of trainable
 //   parameters).
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
@@ -52,63 +51,7 @@ namespace apex::parallel::detail {
 //
 // With skip_failed_steps a failed backward ends in the same way.
 
-// Note [Backwards that end before their buckets have arrived]
-//
-// If backward waits for the last bucket, a step takes at least its forward plus the longer of
-// backward and communication. But the next forward can begin earlier, and wait for each parameter
-// when it uses it. Then the buckets of the first layers should complete first, although their
-// gradients are computed last. (Y. Peng et al., "A Generic Communication Scheduler for Distributed
-// DNN Training Acceleration", SOSP 2019; A. Jayarajan et al., "Priority-based Parameter Propagation
-// for Distributed DNN Training", MLSys 2019.)
-//
-// All ranks must launch in one order, so priorities cannot depend on which buckets are ready. A
-// fixed order works. Buckets that have completed by the end of backward keep their positions, and
-// so does the bucket that is on the network at that time. The other buckets still wait for the
-// network. They are launched in the order in which the next forward needs them, which is the
-// reverse of the order of backward. Rank 0 measures the number of completed buckets in the third
-// backward with a plan. A plan that the user has set is not reordered.
-//
-// While a backward is deferred, its gradients are not complete, and nothing may be added to them.
-// The next backward (at its first output), and any change of plan, hook or callback, first complete
-// the deferred backward. If a parameter gets a gradient before its last one was waited for, forward
-// used it before its update. That is an error.
-
 namespace {
-
-constexpr int64_t kOrderAfter = 3;
-
-constexpr const char* kSkippedTooLate =
-    "another rank called skip_step() in this backward, but here a bucket callback or an "
-    "OverlappedOptimizer used the gradients before this was known, so parameters may differ: use "
-    "the same on every rank, and restart from a checkpoint";
-
-/// @param backwards  number of backwards with this plan, including this one.
-bool is_to_be_ordered(const Plan& plan, int64_t backwards, const ReducerContext& context) {
-  return context.defers && !plan.preset && !plan.ordered && backwards >= kOrderAfter;
-}
-
-/// Whether two plans hold the same parameters.
-bool holds_same(const BucketPlan& left, const BucketPlan& right) {
-  const auto members = [](const BucketPlan& plan) {
-    std::vector<int64_t> all;
-    for (const auto& bucket : plan.buckets) all.insert(all.end(), bucket.begin(), bucket.end());
-    std::sort(all.begin(), all.end());
-    return all;
-  };
-  return members(left) == members(right);
-}
-
-/// Whether each bucket of a plan can still be one message, with the current parameters.
-bool fits(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
-  for (const auto& bucket : plan.buckets) {
-    const ParameterInfo& first = infos[bucket.front()];
-    for (const int64_t i : bucket) {
-      const bool alone = infos[i].sparse && bucket.size() > 1;
-      if (alone || infos[i].dtype != first.dtype || infos[i].device != first.device) return false;
-    }
-  }
-  return true;
-}
 
 /// Parameters in no bucket that have a gradient on some rank.
 std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
@@ -121,17 +64,6 @@ std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_
 
 }  // namespace
 
-std::vector<int64_t> ReducerState::in_flight() const {
-  std::vector<int64_t> waiting;
-  if (context.phase != Phase::kDeferred) return waiting;
-  const Plan& plan = *book.current();
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    const int64_t bucket = plan.places[i].bucket;
-    if (bucket >= 0 && !plan.entries[bucket].completed) waiting.push_back(static_cast<int64_t>(i));
-  }
-  return waiting;
-}
-
 Backward::Backward(ReducerState& state, BackwardPass pass)
     : state_(state),
       context_(state.context),
@@ -141,22 +73,14 @@ Backward::Backward(ReducerState& state, BackwardPass pass)
   pass_.recorded = book_.current() == nullptr;
   state_.step_skipped = false;
   context_.enter(Phase::kRunning);
+  state_.clock.backward_began();
 }
 
 std::string Backward::describe_early_write(const ReducerContext& context,
                                            const Parameter& parameter) {
   return context.me() + "parameter '" + parameter.name +
          "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
-         "of the average. Step after backward. To overlap steps with communication, use "
-         "OverlappedOptimizer or a bucket callback (register_bucket_callback)";
-}
-
-std::string Backward::describe_overtaken(const Parameter& parameter) {
-  return "parameter '" + parameter.name +
-         "' got a gradient, but forward used it before its last update was complete, because it "
-         "was not used through the forward of the module that owns it. Call "
-         "OverlappedOptimizer.synchronize() (in C++ Reducer::wait_for()) before such a use, or "
-         "train without OverlappedOptimizer.";
+         "of the average: step after backward";
 }
 
 std::string Backward::describe() const {
@@ -188,13 +112,12 @@ std::string Backward::describe() const {
 void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Parameter& parameter = context_.parameters[index];
   if (context_.phase == Phase::kEnding) {
-    throw Error(
-        context_.me() + "parameter '" + parameter.name +
-        "' got a gradient while another backward was ending: a bucket callback must not start one");
+    throw Error(context_.me() + "parameter '" + parameter.name +
+                "' got a gradient while another backward was ending: a communication hook must not "
+                "start one");
   }
   GradientState& gradient = pass_.gradients[index];
   reporter_.tracker.gradient_arrived(/*synchronized=*/true);
-  if (pass_.overtaken[index] != 0) pass_.fail(context_.me() + describe_overtaken(parameter));
   // Each rank has its own gradient, so each rank has written other values. An optimizer's fused
   // kernels do not change the version; refuse_early_step() detects those.
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
@@ -211,7 +134,6 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
         "accumulate under no_sync().");
   }
   gradient.last_fired = ++pass_.clock;
-  context_.observers.tell(&BackwardObserver::gradient_ready, index);
   if (book_.current() != nullptr) count_down(index, incoming);
 }
 
@@ -264,6 +186,14 @@ void Backward::launch_ready(const at::Tensor& incoming) {
     launch(pass_.next_launch, incoming);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }
+}
+
+void Backward::launch_if_all_frozen() {
+  const Plan* plan = book_.current();
+  if (plan == nullptr) return;
+  const bool frozen = std::all_of(plan->entries.begin(), plan->entries.end(),
+                                  [](const PlannedBucket& entry) { return entry.pending == 0; });
+  if (frozen) launch_ready({});
 }
 
 bool Backward::launched_all() const {
@@ -332,6 +262,7 @@ void Backward::launch_rest(StepReport report) {
   plan.holds_gradients = true;
   pass_.reported = true;
   reporter_.send(report, pass_.used, &plan);
+  state_.clock.launched(context_.statistics);
 }
 
 /// Launches zeros for the buckets before `end`, with the report in the one that carries it.
@@ -342,16 +273,7 @@ void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
 
 // --- all gradients are computed: this rank sends ---
 
-void Backward::see_what_has_arrived() {
-  const Plan* plan = book_.current();
-  if (plan == nullptr || !is_to_be_ordered(*plan, plan->backwards + 1, context_)) return;
-  // done() may query a device, so other backwards do not call it.
-  while (pass_.done < pass_.next_launch && plan->entries[pass_.done].reduction->done())
-    ++pass_.done;
-}
-
 void Backward::send_gradients() {
-  see_what_has_arrived();
   if (const Plan* plan = book_.current()) {
     const size_t all = plan->plain_buckets();
     launch_buckets(all, {});
@@ -362,7 +284,6 @@ void Backward::send_gradients() {
 }
 
 void Backward::send() {
-  see_what_has_arrived();
   context_.enter(Phase::kEnding);
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) return launch_rest(report);
@@ -378,27 +299,6 @@ void Backward::send() {
 /// of the parameters, which determine the sizes of messages.
 std::string Backward::settings() const {
   return context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
-}
-
-bool Backward::may_leave() const {
-  const Plan* plan = book_.current();
-  if (plan == nullptr || !context_.defers || context_.joining || plan->watches_unplanned ||
-      context_.options.check_finite || context_.options.weighted ||
-      context_.options.check_steps.value_or(false) || plan->backwards <= kOrderAfter ||
-      !(plan->ordered || plan->preset) || !pass_.error.empty()) {
-    return false;
-  }
-  if (!outside(*plan, pass_.used).empty()) return false;
-  // Members that this rank has not used need the reports of the other ranks.
-  return std::none_of(plan->entries.begin(), plan->entries.end(),
-                      [](const PlannedBucket& entry) { return entry.message.has_unused(); });
-}
-
-void Backward::leave() {
-  for (PlannedBucket& entry : plan().entries) entry.reduction->leave();
-  context_.enter(Phase::kDeferred);
-  context_.statistics.add(&ReducerStatistics::deferred);
-  context_.observers.tell(&BackwardObserver::deferred);
 }
 
 // --- a backward without a plan ---
@@ -438,12 +338,19 @@ void Backward::record(const std::function<void()>& meanwhile) {
     pass_.out_of_step = reporter_.compare(table);
   pass_.skipped = table.skipped();
   pass_.used_by_any = table.used_by_any();
-  const std::vector<bool> trainable = table.trainable_set();
-  if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+  reporter_.trainable = table.trainable_set();
+  const Plan* extended = table.all_left_for(ReasonToLeave::kSet) ? book_.extended() : nullptr;
+  if (table.all_left()) leave_behind();
   const Recording mine = recording();
-  const Recording agreed = context_.monitor.open(
-      [&] { return exchange_recordings(context_.members, mine, pass_.used_by_any); });
-  make_plan(mine, agreed, trainable);
+  const Recording agreed = context_.monitor.open([&] {
+    const Membership& members = context_.members;
+    const ControlMessage maximum =
+        members.all_reduce("exchange of recorded gradients", encode(mine), c10d::ReduceOp::MAX);
+    const ControlMessage order =
+        members.broadcast("broadcast of the bucket order", encode_order(mine));
+    return decode(maximum.wait(), order.wait(), pass_.used_by_any);
+  });
+  make_plan(mine, agreed, extended);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
   launch_rest(reporter_.report(ReasonToLeave::kNone));
@@ -451,7 +358,7 @@ void Backward::record(const std::function<void()>& meanwhile) {
 
 /// All ranks have left the plan. Waits for the messages that were sent by it, so that they do not
 /// collide with later messages.
-void Backward::leave_behind(bool keep) {
+void Backward::leave_behind() {
   if (Plan* left = book_.sends_by()) {
     context_.monitor.open([&] {
       for (PlannedBucket& entry : left->entries)
@@ -459,18 +366,19 @@ void Backward::leave_behind(bool keep) {
     });
     left->reset();
   }
-  book_.left_by_all(keep);
+  book_.leave(ReasonToLeave::kSet);  // also on a rank without data
 }
 
-void Backward::make_plan(const Recording& mine, const Recording& agreed,
-                         const std::vector<bool>& trainable) {
+/// @param extended  null, or the plan whose parameters the new one must also have.
+void Backward::make_plan(const Recording& mine, const Recording& agreed, const Plan* extended) {
   const ParameterTable& parameters = context_.parameters;
+  const std::vector<bool>& trainable = reporter_.trainable;
   std::vector<Place> places(parameters.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const RecordedParameter& seen = agreed.parameters[i];
     places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
-    places[i].trainable = trainable[i];
+    places[i].trainable = trainable[i] || (extended != nullptr && extended->places[i].trainable);
     // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
@@ -480,17 +388,23 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed,
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i]) ready.push_back(i);
   }
+  for (size_t b = 0; extended != nullptr && b < extended->buckets.buckets.size(); ++b) {
+    for (const int64_t i : extended->buckets.buckets[b]) {
+      if (std::find(ready.begin(), ready.end(), i) != ready.end()) continue;
+      places[i] = extended->places[i];
+      ready.push_back(i);
+    }
+  }
   context_.statistics.add(&ReducerStatistics::plans_recorded);
   BucketLimits limits = context_.options.limits;
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
   Plan& plan = book_.put(std::move(places));
-  const std::vector<ParameterInfo> infos = parameter_infos(context_, plan.places);
-  plan.buckets = assign_buckets(infos, ready, limits, context_.options.trigger_parameters);
+  plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
+                                context_.options.trigger_parameters);
   plan.kinds = context_.parameters.kinds();
-  plan.preset = holds_same(state_.preset, plan.buckets) && fits(state_.preset, infos);
-  if (plan.preset) plan.buckets = state_.preset;
   build_entries(plan, context_);
+  plan.expect(trainable, context_.options.static_graph);
 }
 
 // --- receiving ---
@@ -506,19 +420,25 @@ void Backward::refuse(const StepTable& table) {
   }
 }
 
+/// Whether the other ranks' reports decide about a parameter of the plan. A frozen parameter has no
+/// gradient on any rank, unless one accumulated before it was frozen.
+bool Backward::misses_gradients() const {
+  const Plan& plan = *book_.current();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    if (plan.places[i].bucket < 0 || pass_.used[i] != 0) continue;
+    if (reporter_.trainable[i] || (context_.parameters_changed && pass_.accumulated)) return true;
+  }
+  return false;
+}
+
 bool Backward::must_read() const {
   if (pass_.recorded || context_.reads_reports() || context_.options.check_finite ||
       context_.options.weighted) {
     return true;
   }
   const Plan& plan = *book_.current();
-  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip) ||
-      is_to_be_ordered(plan, plan.backwards, context_)) {
-    return true;
-  }
-  return std::any_of(plan.entries.begin(), plan.entries.end(),
-                     [](const PlannedBucket& entry) { return entry.message.has_unused(); }) ||
-         !outside(plan, pass_.used).empty();
+  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
+  return misses_gradients() || !outside(plan, pass_.used).empty();
 }
 
 void Backward::judge(const std::function<void()>& meanwhile) {
@@ -526,6 +446,7 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   if (!must_read()) return reporter_.order();
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
+  reporter_.trainable = table.trainable_set();
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (!pass_.skipped) context_.total_weight = table.total_weight();
@@ -549,33 +470,20 @@ void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slot
 }
 
 void Backward::complete(const std::function<void()>& meanwhile) {
-  if (context_.phase == Phase::kDeferred) context_.enter(Phase::kEnding);
   if (reporter_.without_data && book_.current() != nullptr && context_.reads_reports()) {
     const StepTable& table = reporter_.receive(meanwhile);
-    if (table.all_left()) leave_behind(table.all_left_for(ReasonToLeave::kSet));
+    if (table.all_left()) leave_behind();
   }
   if (book_.current() == nullptr) record(meanwhile);
   const ReducerOptions& options = context_.options;
-  // If later exchanges follow, the reports must be read before them. Otherwise a bucket callback is
-  // called as soon as its bucket has completed.
-  const bool judges_last = context_.bucket_callback && !options.check_finite && !options.weighted &&
-                           !options.skip_failed_steps && !plan().has_later_messages();
-  if (!judges_last) judge(meanwhile);
-  complete_entries(meanwhile);
-  if (judges_last) judge(meanwhile);
-  if (pass_.skipped && (context_.bucket_callback || context_.defers) && !options.skip_failed_steps)
-    pass_.fail(context_.me() + kSkippedTooLate);
+  judge(meanwhile);
+  for (size_t b = 0; b < plan().entries.size(); ++b) complete_entry(b, meanwhile);
   settle();
-  context_.observers.tell(&BackwardObserver::completed);
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
-    if (!pass_.recorded) {
-      reporter_.timer.history.add(table.times());
-      pass_.out_of_step = reporter_.compare(table);
-    }
+    if (!pass_.recorded) pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
-  order_by_need();
   if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
     move_gradients_in(plan(), context_);
 }
@@ -589,7 +497,6 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
     if (pass_.failure) std::rethrow_exception(pass_.failure);
     throw;
   }
-  entry.completed = true;
   if (pass_.failure) return;
   try {
     hand_out_bucket(entry, pass_, context_);
@@ -597,47 +504,16 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
-    return;
-  }
-  if (!entry.message.has_unused())
-    call_back(static_cast<int64_t>(index), entry.message.slots(), true);
-}
-
-void Backward::complete_entries(const std::function<void()>& meanwhile) {
-  for (size_t b = 0; b < plan().entries.size(); ++b) {
-    if (!plan().entries[b].completed) complete_entry(b, meanwhile);  // else done while deferred
-  }
-}
-
-/// Calls the bucket callback. Its exception is rethrown after all messages to other ranks were
-/// sent.
-void Backward::call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots,
-                         bool all_used) {
-  if (!context_.bucket_callback || pass_.callback_error || pass_.failure || pass_.skipped) return;
-  ReducedBucket reduced;
-  reduced.index = bucket;
-  for (const BucketMessage::Slot& slot : slots) {
-    if (all_used || pass_.used_by_any[slot.parameter]) reduced.parameters.push_back(slot.parameter);
-  }
-  if (reduced.parameters.empty()) return;
-  try {
-    context_.monitor.open([&] { context_.bucket_callback(reduced); });
-  } catch (...) {
-    pass_.callback_error = std::current_exception();
   }
 }
 
 /// Settles gradients that this rank does not have, according to the reports.
 void Backward::settle() {
   Plan& plan = this->plan();
-  bool missed = plan.watches_unplanned;
-  std::vector<std::pair<int64_t, std::vector<BucketMessage::Slot>>> unsettled;
+  const bool missed = plan.watches_unplanned || misses_gradients();
   for (size_t b = 0; b < plan.entries.size(); ++b) {
     BucketMessage& message = plan.entries[b].message;
     if (message.has_unused()) {
-      missed = true;
-      if (context_.bucket_callback)
-        unsettled.emplace_back(static_cast<int64_t>(b), message.slots());
       if (pass_.failure) continue;
       message.settle(pass_.used_by_any);
       clear_without_weight(message.slots());
@@ -651,7 +527,7 @@ void Backward::settle() {
     reduce_late(late);
     std::vector<int64_t> more;
     for (const int64_t i : late) {
-      if (plan.places[i].trainable) more.push_back(i);  // otherwise frozen with an older gradient
+      if (reporter_.trainable[i]) more.push_back(i);  // otherwise frozen with an older gradient
     }
     if (!more.empty()) {
       const BucketPlan added =
@@ -659,12 +535,11 @@ void Backward::settle() {
       plan.buckets.buckets.insert(plan.buckets.buckets.end(), added.buckets.begin(),
                                   added.buckets.end());
       build_entries(plan, context_);
+      plan.expect(reporter_.trainable, context_.options.static_graph);
       plan.backwards = 0;
-      plan.preset = plan.ordered = false;
       context_.statistics.add(&ReducerStatistics::plans_extended);
     }
   }
-  for (const auto& [bucket, slots] : unsettled) call_back(bucket, slots, false);
 }
 
 void Backward::reduce_late(const std::vector<int64_t>& late) {
@@ -673,7 +548,6 @@ void Backward::reduce_late(const std::vector<int64_t>& late) {
       [this](const auto& slots) {
         clear_without_weight(slots);
         find_non_finite_sum(slots);
-        call_back(-1, slots, true);
       },
       context_);
 }
@@ -709,27 +583,13 @@ void Backward::compare_replicas(const StepTable& table) {
   }
 }
 
-void Backward::order_by_need() {
-  if (!is_to_be_ordered(plan(), plan().backwards, context_)) return;
-  BucketPlan ordered = plan().buckets;
-  // One more bucket is on the network.
-  const size_t stay = std::min(pass_.done + 1, ordered.buckets.size());
-  std::reverse(ordered.buckets.begin() + static_cast<int64_t>(stay), ordered.buckets.end());
-  const auto count = static_cast<int64_t>(context_.parameters.size());
-  ordered = context_.monitor.open([&] { return broadcast_plan(context_.members, ordered, count); });
-  plan().ordered = true;
-  if (ordered == plan().buckets) return;
-  plan().buckets = std::move(ordered);
-  build_entries(plan(), context_);
-}
-
 // --- the end of a backward ---
 
 void Backward::conclude() {
   if (pass_.failure) {
     const std::exception_ptr failure = pass_.failure;
     drop_messages();
-    book_.served();
+    book_.served(reporter_.trainable);
     std::rethrow_exception(failure);
   }
   if (pass_.skipped) call_off();
@@ -739,10 +599,12 @@ void Backward::conclude() {
   const bool recorded = plan().backwards <= 1;
   plan().reset();
   context_.enter(Phase::kIdle);
-  book_.served();
+  book_.served(reporter_.trainable);
+  context_.parameters_changed = false;
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
   context_.statistics.add(&ReducerStatistics::backwards);
+  state_.clock.ended(context_.statistics);
   pass_.rethrow();
 }
 
@@ -837,7 +699,7 @@ void Backward::drop_messages() noexcept {
     plan->holds_gradients = false;
     plan->reset();
   }
-  context_.observers.tell(&BackwardObserver::dropped);
+  state_.clock.dropped();
   if (context_.phase != Phase::kFailed) context_.enter(Phase::kIdle);
 }
 

@@ -15,11 +15,10 @@
 #include "reducer/context.h"
 #include "reducer/plan_book.h"
 #include "reducer/recording.h"
+#include "reducer/step_clock.h"
 #include "reducer/step_reporter.h"
 
 namespace apex::parallel::detail {
-
-class OverlapRecorder;
 
 /// The state that a reducer keeps from one backward to the next.
 struct ReducerState {
@@ -32,17 +31,13 @@ struct ReducerState {
   ReducerContext context;  ///< its monitor guards all members below
   PlanBook book;
   StepReporter reporter;
-  /// The parameters of a deferred backward that have not been waited for.
-  std::vector<int64_t> in_flight() const;
+  StepClock clock;
 
-  BucketPlan preset;                          ///< the user's plan, used if it fits
-  bool step_skipped = false;                  ///< in the last synchronized backward
-  std::shared_ptr<OverlapRecorder> recorder;  ///< only while times are recorded
+  bool step_skipped = false;  ///< in the last synchronized backward
 };
 
-/// One synchronized backward. The phase is kRunning until send(), kEnding until complete() or
-/// leave(), and kDeferred after leave(). If a function throws, the caller must call fail(). Not
-/// thread safe.
+/// One synchronized backward. The phase is kRunning until send(), kEnding until complete(). If
+/// a function throws, the caller must call fail(). Not thread safe.
 class Backward {
  public:
   Backward(ReducerState& state, BackwardPass pass);
@@ -53,6 +48,9 @@ class Backward {
   // While gradients are computed.
   void gradient_ready(size_t index, const at::Tensor& incoming);
   void launch_ready(const at::Tensor& incoming);
+  /// No gradient will be ready if all parameters of the plan are frozen, for example those of the
+  /// other model of a GAN. Other reducers may wait for these buckets: see Note [Turns].
+  void launch_if_all_frozen();
   /// Whether all buckets of the plan that can be launched before send() are launched.
   bool launched_all() const;
 
@@ -60,11 +58,7 @@ class Backward {
   /// Sends only the gradients. Call send() next, or send_absent() and fail() if this has thrown.
   void send_gradients();
   void send();
-  bool may_leave() const;
-  void leave();
   void complete(const std::function<void()>& meanwhile);
-  /// Completes one bucket of a deferred backward: hands out its gradients and calls the callback.
-  void complete_entry(size_t index, const std::function<void()>& meanwhile);
   /// Call it when complete() has returned. Throws the error of this backward, if there is one. The
   /// backward is over then.
   void conclude();
@@ -81,7 +75,6 @@ class Backward {
   /// The error "parameter 'a' is updated inside backward ...".
   static std::string describe_early_write(const ReducerContext& context,
                                           const Parameter& parameter);
-  static std::string describe_overtaken(const Parameter& parameter);
 
  private:
   Plan& plan() { return *book_.current(); }
@@ -89,29 +82,26 @@ class Backward {
   void count_down(size_t index, const at::Tensor& incoming);
   void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
   void or_end(const std::function<void()>& launch);
-  void see_what_has_arrived();
   void launch_buckets(size_t end, const std::function<void()>& packed);
   void launch_rest(StepReport report);
   void launch_absent(Plan& plan, size_t end, const StepReport& report);
 
   void record(const std::function<void()>& meanwhile);
-  void leave_behind(bool keep);
+  void leave_behind();
   Recording recording() const;
   std::string settings() const;
-  void make_plan(const Recording& mine, const Recording& agreed,
-                 const std::vector<bool>& trainable);
+  void make_plan(const Recording& mine, const Recording& agreed, const Plan* extended);
 
+  bool misses_gradients() const;
   bool must_read() const;
   void judge(const std::function<void()>& meanwhile);
   void refuse(const StepTable& table);
   void clear_without_weight(const std::vector<BucketMessage::Slot>& slots);
-  void complete_entries(const std::function<void()>& meanwhile);
-  void call_back(int64_t bucket, const std::vector<BucketMessage::Slot>& slots, bool all_used);
+  void complete_entry(size_t index, const std::function<void()>& meanwhile);
   void settle();
   void reduce_late(const std::vector<int64_t>& late);
   void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);
   void compare_replicas(const StepTable& table);
-  void order_by_need();
 
   void send_failure() noexcept;
   void drop_messages() noexcept;

@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include <apex/error.h>
 
 namespace apex::parallel::detail {
 
@@ -24,35 +27,36 @@ struct BackwardPass {
       : gradients(parameters),
         used(parameters, 0),
         kept(parameters, 0),
-        overtaken(parameters, 0),
         used_by_any(parameters, 0) {}
 
   std::vector<GradientState> gradients;
   std::vector<uint8_t> used;         ///< by parameter: this rank has a gradient
   std::vector<uint8_t> kept;         ///< by parameter: .grad was defined when this backward began
-  std::vector<uint8_t> overtaken;    ///< by parameter: forward used it before its update
   std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
   int64_t clock = 0;                 ///< gradients so far
   bool recorded = false;             ///< it had no plan when it began
+  bool accumulated = false;          ///< gradients accumulated before it, without synchronization
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws or skips, and sends nothing more
   bool reported = false;             ///< the report, which follows all buckets, was sent
   size_t next_launch = 0;            ///< the next bucket to launch
-  size_t done = 0;                   ///< buckets that had completed when backward ended
 
   // Errors that are thrown after all messages to other ranks were sent.
   std::string error;        ///< the first error of this rank
   std::string out_of_step;  ///< the ranks are out of step; has priority over the others
   std::string non_finite;
-  std::exception_ptr callback_error;  ///< thrown by the bucket callback
   std::exception_ptr failure;  ///< thrown while gradients were handed out; this backward is invalid
 
   void fail(std::string text) {
     if (error.empty()) error = std::move(text);
   }
-  /// Throws the error with the highest priority, if there is one: RankMismatch, Error,
-  /// NonFiniteGradient, or that of the callback.
-  void rethrow() const;
+  /// Throws the error with the highest priority, if there is one: RankMismatch, Error or
+  /// NonFiniteGradient.
+  void rethrow() const {
+    if (!out_of_step.empty()) throw RankMismatch(out_of_step);
+    if (!error.empty()) throw Error(error);
+    if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
+  }
 };
 
 }  // namespace apex::parallel::detail

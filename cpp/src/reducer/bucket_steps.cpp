@@ -101,10 +101,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
   const std::string what = name_of(entry, index, context);
   entry.launched = true;  // set now: zeros must be sent if packing throws
-  if (!entry.traits.starts_at_wait)
-    context.observers.tell(&BackwardObserver::launched, index, message);
   start(entry, message.tensor(), what, context);
-  context.observers.tell(&BackwardObserver::in_flight, index, *entry.reduction);
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
@@ -130,7 +127,6 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     // The name must be the same as on ranks that send gradients: see Note [Ranks in different
     // collectives].
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
-    entry.reduction->leave();
   }
   // The report follows.
   if (end > 0) let_next_pass(entries[end - 1], end - 1, context);
@@ -145,12 +141,8 @@ void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) 
 void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
                   ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
-  if (entry.traits.starts_at_wait)
-    context.observers.tell(&BackwardObserver::launched, index, entry.message);
-  context.observers.tell(&BackwardObserver::awaiting, index);
   const std::string what = name_of(entry, index, context);
   context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
-  context.observers.tell(&BackwardObserver::arrived, index);
 }
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
@@ -165,7 +157,7 @@ void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerCont
 
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
                  const BackwardPass& pass,
-                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
+                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
                  ReducerContext& context) {
   const std::string what = "all-reduce of late gradients";
   std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
@@ -180,7 +172,7 @@ void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place
     context.monitor.open([&] { entry.reduction->wait(what, {}); });
     hand_out_bucket(entry, pass, context);
     entry.message.settle(used_by_any);
-    call_back(entry.message.slots());
+    completed(entry.message.slots());
   }
 }
 

@@ -41,10 +41,10 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context);
 
 /// Reduces gradients that are in no bucket of this backward. The list is the same on every rank.
-/// @param call_back  called with each list of parameters that are complete.
+/// @param completed  called with each list of parameters that are complete.
 void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
                  const BackwardPass& pass,
-                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& call_back,
+                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
                  ReducerContext& context);
 
 /// Moves reduced gradients into the messages of a newer plan, as views.

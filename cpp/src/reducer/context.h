@@ -13,7 +13,6 @@
 #include "comm/membership.h"
 #include "reducer/averaging.h"
 #include "reducer/monitor.h"
-#include "reducer/observer.h"
 #include "reducer/parameter_table.h"
 #include "reducer/phase.h"
 #include "reducer/reduction.h"
@@ -35,8 +34,6 @@ struct ReducerContext {
   ParameterTable parameters;
   const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
-  std::function<void(const ReducedBucket&)> bucket_callback;
-  Observers observers;
   StatisticsCounter statistics;
   int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
@@ -44,12 +41,13 @@ struct ReducerContext {
   int64_t divisor;              ///< of the average: the number of ranks, or of ranks with data
   double total_weight = 0;      ///< of all ranks, with the option weighted
   bool joining = false;         ///< between begin_join() and end_join()
-  bool defers = false;          ///< backward may end before its buckets have completed
   Phase phase = Phase::kIdle;
   /// Under join(): the end of the backward in progress must be announced before its buckets are
   /// launched, so that the order is the same on ranks without data.
   bool owes_end = false;
   bool waits_for_turn = false;  ///< see Note [Turns]
+  bool parameters_changed =
+      false;  ///< were frozen or unfrozen since the last synchronized backward
 
   /// Whether ranks read each other's reports after every backward. On a device the host then waits
   /// for the device. Under join() a rank without data needs them to follow the others.
@@ -64,9 +62,8 @@ struct ReducerContext {
 
   /// Describes the settings that may change between backwards and must be the same on all ranks.
   std::string describe_settings() const {
-    return (hook ? "the communication hook '" + hook->name() + "'"
-                 : std::string("no communication hook")) +
-           (defers ? ", an OverlappedOptimizer (set_deferred)" : "");
+    return hook ? "the communication hook '" + hook->name() + "'"
+                : std::string("no communication hook");
   }
 
   void enter(Phase next) {

@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/ivalue.h>
+
 #include <apex/error.h>
 #include <apex/interruption.h>
 
@@ -15,6 +17,8 @@
 namespace apex::parallel::detail {
 
 namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class HookReduction final : public Reduction {
  public:
@@ -82,7 +86,6 @@ class HookReduction final : public Reduction {
   }
 
   bool done() const override { return future_ && future_->completed(); }
-  FuturePtr future() const override { return future_; }
 
   void drop() noexcept override {
     future_.reset();

@@ -11,8 +11,8 @@ namespace apex::parallel::detail {
 
 // Note [Who may touch a reducer]
 //
-// One thread at a time may change a reducer. Meanwhile it may run user code (a communication hook
-// or a bucket callback) or wait for other ranks, even for a rank that has died. If it held a mutex
+// One thread at a time may change a reducer. Meanwhile it may run user code (a communication
+// hook) or wait for other ranks, even for a rank that has died. If it held a mutex
 // for that time, it would delay all other threads, even threads that only read or want to abort. So
 // the right to change is separate from the mutex. The changing thread opens the monitor while it
 // waits or runs user code, and other threads may then read. The changing thread opens the monitor

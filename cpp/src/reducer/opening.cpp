@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -69,51 +68,10 @@ void refuse_failed(const ReducerContext& context) {
   }
 }
 
-void choose_plan(ReducerState& state) {
-  ReducerContext& context = state.context;
-  StepReporter& reporter = state.reporter;
-  PlanBook& book = state.book;
-  std::vector<bool> trainable = reporter.trainable = context.parameters.trained();
-  if (book.several() && context.reads_reports()) {
-    StepReport opening;
-    opening.left = book.left();
-    opening.without_data = reporter.without_data;
-    opening.compared = false;
-    reporter.send(opening, std::vector<uint8_t>(trainable.size()), nullptr);
-    const StepTable& table = reporter.receive();
-    try {
-      reporter.refuse(table);
-    } catch (...) {
-      context.owes_end = false;
-      reporter.backward_ended();
-      throw;
-    }
-    if (table.all_left()) book.left_by_all(/*keep=*/false);
-    trainable = table.trainable_set();
-  } else if (reporter.without_data) {
-    // The ranks with data determine the set of trainable parameters.
-    trainable = book.set().value_or(trainable);
-  }
-  book.choose(trainable);
-}
-
-BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
+BackwardPass open_pass(ReducerState& state) {
   ReducerContext& context = state.context;
   ParameterTable& parameters = context.parameters;
-  std::optional<c10::Device> device;
-  bool several = false;
-  for (const Parameter& parameter : parameters) {
-    if (!parameter.trainable) continue;
-    several = several || (device && *device != parameter.device);
-    device = parameter.device;
-  }
-  if (!device) device = c10::Device(at::kCPU);  // all are frozen here: this rank sends zeros
-  if (several) device.reset();
-  context.observers.tell(&BackwardObserver::began, device, parameters.size());
-
   BackwardPass pass(parameters.size());
-  pass.overtaken.swap(overtaken);
-  overtaken.assign(parameters.size(), 0);
   bool changed = false;
   bool touched_changed = false;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -128,6 +86,7 @@ BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken) {
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
+    pass.accumulated = pass.accumulated || parameter.touched;
     // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (!context.leaves_sums() && !context.joining) continue;

@@ -15,11 +15,6 @@ void refuse_failed(const ReducerContext& context);
 
 /// Reads the state of the gradients and parameters. If the communication hook of this rank failed
 /// in the last backward, also checks that it failed on all ranks; otherwise the reducer has failed.
-/// @param overtaken  by parameter; cleared.
-BackwardPass open_pass(ReducerState& state, std::vector<uint8_t>& overtaken);
-
-/// Chooses the plan: see Note [One plan per set]. If several plans are kept, this is collective and
-/// blocks the host.
-void choose_plan(ReducerState& state);
+BackwardPass open_pass(ReducerState& state);
 
 }  // namespace apex::parallel::detail

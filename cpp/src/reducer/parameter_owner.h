@@ -19,9 +19,9 @@ namespace apex::parallel {
 // writes it, or reduced by some ranks only. So a parameter has one owner: the last constructed of
 // the reducers that a backward reaches. The order of construction is the same on every rank. The
 // order of forwards is not (a rank may evaluate a model alone), and neither is the order of
-// destruction. A reducer that is not the owner treats the parameter as frozen. Without an owner, a
-// gradient that backward reaches without an output of a reducer is taken by the last constructed
-// reducer that is left; see ReducerCore::adopt().
+// destruction. A reducer that is not the owner treats the parameter as frozen. Without an owner,
+// the first reducer whose hook runs takes a parameter that backward reaches without an output of a
+// reducer. Hooks run in the order of construction.
 
 /// The owner of one parameter. Thread safe.
 using ParameterOwner = std::atomic<const void*>;

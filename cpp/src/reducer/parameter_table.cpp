@@ -159,10 +159,6 @@ bool ParameterTable::same_kind() const {
   return std::all_of(parameters_.begin(), parameters_.end(), detail::same_kind);
 }
 
-bool ParameterTable::same_set() const {
-  return std::all_of(parameters_.begin(), parameters_.end(), same_trainable);
-}
-
 void ParameterTable::own_all() {
   for (Parameter& parameter : parameters_) parameter.owner->store(self_, std::memory_order_relaxed);
 }
@@ -193,19 +189,11 @@ void ParameterTable::retire() {
   }
 }
 
-bool ParameterTable::is_orphan(const Parameter& parameter) const {
-  return parameter.owner->load(std::memory_order_relaxed) == nullptr && !retired_.load();
-}
-
-bool ParameterTable::shares(const Parameter& parameter) const {
-  return std::any_of(parameters_.begin(), parameters_.end(),
-                     [&](const Parameter& one) { return one.owner == parameter.owner; });
-}
-
-void ParameterTable::own_orphans() {
-  for (Parameter& parameter : parameters_) {
+void ParameterTable::own_orphans(const Parameter& parameter) {
+  if (parameter.owner->load(std::memory_order_relaxed) != nullptr || retired_.load()) return;
+  for (Parameter& one : parameters_) {
     const void* none = nullptr;
-    parameter.owner->compare_exchange_strong(none, self_);
+    one.owner->compare_exchange_strong(none, self_);
   }
 }
 

@@ -107,10 +107,8 @@ class ParameterTable {
   bool changed() const;
   /// Fingerprint of dtypes and shapes, which determine the sizes of messages.
   int64_t kinds() const;
-  /// Whether dtypes, devices, shapes and strides are unchanged; same_set(): whether the set of
-  /// trainable parameters is.
+  /// Whether dtypes, devices, shapes and strides are unchanged.
   bool same_kind() const;
-  bool same_set() const;
 
   void own_all();
   bool owns(const Parameter& parameter) const;
@@ -123,10 +121,8 @@ class ParameterTable {
   /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
   /// its parameters.
   void retire();
-  /// Whether no reducer owns the parameter, and this one has not retired.
-  bool is_orphan(const Parameter& parameter) const;
-  bool shares(const Parameter& parameter) const;
-  void own_orphans();
+  /// Takes all parameters that no reducer owns, if `parameter` is one of them.
+  void own_orphans(const Parameter& parameter);
   bool retired() const { return retired_.load(); }
 
   /// Resets the versions that later comparisons use to the current ones.

@@ -8,7 +8,6 @@ enum class Phase {
   kIdle,      ///< between backwards
   kRunning,   ///< a synchronized backward is computing gradients
   kEnding,    ///< gradients are computed; it launches the remaining buckets and waits for all
-  kDeferred,  ///< backward has returned with buckets in flight
   kFailed,    ///< a collective or a hook failed: the messages of the ranks no longer match
   kReleased,  ///< the process groups are gone
 };
@@ -21,9 +20,7 @@ constexpr bool may_follow(Phase from, Phase to) {
     case Phase::kRunning:
       return to == Phase::kEnding || to == Phase::kIdle || to == Phase::kFailed;
     case Phase::kEnding:
-      return to == Phase::kIdle || to == Phase::kDeferred || to == Phase::kFailed;
-    case Phase::kDeferred:
-      return to == Phase::kEnding || to == Phase::kIdle || to == Phase::kFailed;
+      return to == Phase::kIdle || to == Phase::kFailed;
     case Phase::kFailed:
       return to == Phase::kReleased;
     case Phase::kReleased:

@@ -101,18 +101,11 @@ Kind kind_of(const std::vector<int64_t>& members, const std::vector<Place>& plac
   return members.size() == 1 && may_be_in_place(context, first) ? Kind::kInPlace : Kind::kFlat;
 }
 
-/// Whether a parameter in no bucket may still get a gradient.
-bool has_unplanned(const Plan& plan, const ReducerContext& context) {
-  return !context.options.static_graph &&
-         std::any_of(plan.places.begin(), plan.places.end(),
-                     [](const Place& place) { return place.bucket < 0 && place.trainable; });
-}
-
 }  // namespace
 
 void PlannedBucket::reset() {
   pending = members;
-  launched = completed = false;
+  launched = false;
   producers.clear();
   absent = at::Tensor();
 }
@@ -121,15 +114,22 @@ void Plan::reset() {
   for (PlannedBucket& entry : entries) entry.reset();
 }
 
+void Plan::expect(const std::vector<bool>& trainable, bool static_graph) {
+  watches_unplanned = false;
+  for (PlannedBucket& entry : entries) entry.pending = entry.members;
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (places[i].bucket < 0) {
+      watches_unplanned = watches_unplanned || (trainable[i] && !static_graph);
+    } else if (!trainable[i]) {
+      --entries[places[i].bucket].pending;
+    }
+  }
+}
+
 void Plan::move_misplaced_gradients() {
   std::vector<const BucketMessage*> all;
   for (const PlannedBucket& entry : entries) all.push_back(&entry.message);
   for (PlannedBucket& entry : entries) entry.message.move_misplaced(all);
-}
-
-bool Plan::has_later_messages() const {
-  return std::any_of(entries.begin(), entries.end(),
-                     [](const PlannedBucket& entry) { return entry.traits.has_later_messages; });
 }
 
 void build_entries(Plan& plan, ReducerContext& context) {
@@ -150,7 +150,6 @@ void build_entries(Plan& plan, ReducerContext& context) {
       plan.places[buckets[b][i]].slot = i;
     }
   }
-  plan.watches_unplanned = has_unplanned(plan, context);
   for (size_t b = 0; b < buckets.size(); ++b) {
     ReductionSite site = site_of(kinds[b], context.parameters[buckets[b].front()], b, context);
     site.hook = context.hook;

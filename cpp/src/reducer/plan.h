@@ -25,7 +25,7 @@ struct Place {
   int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
   bool sparse = false;     ///< its gradient has sparse layout
   int64_t sparse_dim = 0;  ///< number of sparse dimensions
-  bool trainable = false;  ///< on every rank
+  bool trainable = false;  ///< in the plan, or trainable when it was recorded
 };
 
 /// A bucket, and its state in one backward.
@@ -36,7 +36,6 @@ struct PlannedBucket {
   int64_t members = 0;  ///< parameters that must fire before it is launched
   int64_t pending = 0;  ///< members that have not fired yet
   bool launched = false;
-  bool completed = false;                  ///< waited for and unpacked, and its callback was called
   std::vector<c10::Stream> producers;      ///< streams that produced its gradients
   std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
   at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
@@ -60,21 +59,18 @@ struct Plan {
   std::vector<PlannedBucket> entries;  ///< by bucket
   bool carries_report = false;         ///< the report follows the gradients of the last bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
-  bool preset = false;                 ///< given by the user, not reordered
-  bool ordered = false;                ///< reordered for the next forward
   int64_t number = 0;                  ///< among the reducer's plans, from 1
   int64_t backwards = 0;               ///< number of backwards with this plan
   bool holds_gradients = false;        ///< its messages are those of the last backward
-  int64_t unused_for = 0;              ///< number of backwards with other plans since its last use
   int64_t kinds = 0;                   ///< of the parameters, see ParameterTable
 
   /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
-  /// Whether a reduction issues further collectives after the launch.
-  bool has_later_messages() const;
   /// See BucketMessage::move_misplaced().
   void move_misplaced_gradients();
   void reset();
+  /// Prepares a backward in which these parameters are trainable: no bucket waits for the others.
+  void expect(const std::vector<bool>& trainable, bool static_graph);
 };
 
 /// Makes the entries of `plan` from its buckets and places.

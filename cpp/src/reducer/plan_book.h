@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The current plan, and the plans of other sets of trainable parameters.
+/// The plan of a reducer, and why a rank has left it.
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "reducer/plan.h"
@@ -13,69 +12,61 @@
 
 namespace apex::parallel::detail {
 
-// Note [One plan per set]
+// Note [One plan]
 //
-// A plan belongs to a set of trainable parameters. Plans are kept, so a program that alternates
-// between two models has one plan for each. A rank uses the plan of its current set of trainable
-// parameters. All ranks must freeze and unfreeze the same parameters. If one does not, every rank
-// must detect that before messages of different sizes meet:
+// A reducer has one plan. A parameter that is frozen later keeps its place in its bucket, for which
+// its rank sends zeros, as for a parameter without a gradient. So no message depends on the set of
+// trainable parameters, and a program that alternates between two sets has one plan for both.
 //
-// - While there is one plan, a rank with another set leaves the plan, as with rebuild_buckets();
-//   see Note [Carried through].
-// - While there are several plans, every backward begins with an exchange of rows and waits for it,
-//   so that differences are known before the first bucket. A plan that was not used for a while is
-//   dropped, so that a program that has permanently unfrozen its model does not keep paying for
-//   this.
+// If a parameter becomes trainable that was frozen when the plan was recorded, the rank leaves the
+// plan, as with rebuild_buckets(); see Note [Carried through]. The new plan also has the parameters
+// of the old one. Parameters that stay frozen for kKeptFor backwards leave the plan in the same
+// way.
 //
-// On devices on which ranks do not read each other's reports, a difference would not be detected.
-// There a rank uses the plan of its own set, and drops a plan when it leaves it.
+// All ranks must freeze and unfreeze the same parameters. The reports contain the set of each rank,
+// so a difference is an error on every rank. On devices on which ranks do not read each other's
+// reports, a difference is not detected.
 
-/// The plans of a reducer. Not thread safe.
+/// The plan of a reducer. Not thread safe.
 class PlanBook {
  public:
   explicit PlanBook(const ReducerContext& context) : context_(context) {}
 
   /// The current plan; null if a plan must be recorded.
-  Plan* current() { return left_ == ReasonToLeave::kNone ? in_force() : nullptr; }
+  Plan* current() { return left_ == ReasonToLeave::kNone ? plan_.get() : nullptr; }
   const Plan* current() const { return const_cast<PlanBook*>(this)->current(); }
 
   void forget();
   /// This rank leaves the plan; the other ranks may still use it.
   void leave(ReasonToLeave reason);
-  /// All ranks have left the plan. With `keep` it is kept for its set. Call it with the same value
-  /// on every rank.
-  void left_by_all(bool keep);
   ReasonToLeave left() const { return left_; }
   /// The plan that this rank has left, if it still sends messages by it because others may use it.
   Plan* still_carried() {
-    return left_ != ReasonToLeave::kNone && !several() ? in_force() : nullptr;
+    return left_ != ReasonToLeave::kNone && context_.reads_reports() ? plan_.get() : nullptr;
   }
-
   /// The plan by which this rank sends messages in this backward; null if there is none.
-  Plan* sends_by() { return left_ == ReasonToLeave::kNone ? in_force() : still_carried(); }
+  Plan* sends_by() { return left_ == ReasonToLeave::kNone ? plan_.get() : still_carried(); }
+  /// The plan whose parameters the next one must also have, if all ranks left it because of the set
+  /// of trainable parameters. The same on every rank.
+  const Plan* extended() const { return is_settled() ? nullptr : plan_.get(); }
 
-  /// Whether there are several plans, so that every backward begins with an exchange of rows.
-  bool several() const { return plans_.size() > 1; }
-  /// Before a backward: chooses the plan of this set (by parameter), or none if there is none.
-  void choose(const std::vector<bool>& trainable);
-  /// The set of the current plan, by parameter, if there is one.
-  std::optional<std::vector<bool>> set() const;
-
-  /// Adds a plan without buckets and makes it current. Replaces another plan of the same set.
+  /// Before a backward with this set of trainable parameters: leaves the plan, or prepares it.
+  /// @param follows  this rank has no data and does what the others do.
+  void choose(const std::vector<bool>& trainable, bool follows);
+  /// Replaces the plan by one without buckets.
   Plan& put(std::vector<Place> places);
-  /// A backward with the current plan has ended.
-  void served();
+  /// A backward with the current plan has ended. The set is the same on every rank.
+  void served(const std::vector<bool>& trainable);
 
  private:
-  Plan* in_force() { return in_force_ ? plans_[*in_force_].get() : nullptr; }
-  std::optional<size_t> find(const std::vector<bool>& trainable) const;
-  void switch_to(std::optional<size_t> plan);
-  void drop(size_t plan);
+  ReasonToLeave why_leave(const std::vector<bool>& trainable) const;
+  bool is_settled() const;
 
   const ReducerContext& context_;
-  std::vector<std::unique_ptr<Plan>> plans_;
-  std::optional<size_t> in_force_;
+  std::unique_ptr<Plan> plan_;
   ReasonToLeave left_ = ReasonToLeave::kNone;
+  std::vector<bool> set_;  ///< of the last backward
+  int64_t same_for_ = 0;   ///< number of backwards with this set before that one
 };
 
 }  // namespace apex::parallel::detail

@@ -12,8 +12,6 @@
 #include <apex/error.h>
 
 #include "comm/endings.h"
-#include "reducer/overlap_recorder.h"
-#include "reducer/plan_agreement.h"
 #include "reducer/reducer_core.h"
 #include "watch/stall.h"
 #include "watch/watcher.h"
@@ -71,36 +69,10 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
 }
 
-void require_fits(const BucketPlan& plan, const detail::ParameterTable& parameters) {
-  std::vector<bool> seen(parameters.size(), false);
-  for (const auto& bucket : plan.buckets) {
-    for (const int64_t index : bucket) {
-      if (index < 0 || static_cast<size_t>(index) >= parameters.size() || seen[index]) {
-        throw InvalidArgument("a bucket plan names parameter " + std::to_string(index) +
-                              " twice, or it is not one of the " +
-                              std::to_string(parameters.size()) + " parameters");
-      }
-      seen[index] = true;
-      const detail::Parameter& first = parameters[bucket.front()];
-      const detail::Parameter& one = parameters[index];
-      if (one.variable.scalar_type() != first.variable.scalar_type() ||
-          one.variable.device() != first.variable.device()) {
-        throw InvalidArgument("a bucket plan puts parameters '" + first.name + "' and '" +
-                              one.name + "' into one bucket, but they differ in dtype or device");
-      }
-    }
-  }
-}
-
 /// @throws Error if it is too late for this rank to skip a step.
 void refuse_to_skip(const detail::ReducerContext& context) {
   const char* reason = nullptr;
-  if (context.defers || (context.bucket_callback && !context.options.skip_failed_steps)) {
-    reason =
-        "with OverlappedOptimizer or a bucket callback, parameters are updated before it is known "
-        "whether a rank skips the step: step after backward, or, with a callback, construct with "
-        "on_failure='skip' (skip_failed_steps)";
-  } else if (!context.members.alone() && !context.reads_reports()) {
+  if (!context.members.alone() && !context.reads_reports()) {
     reason =
         "on this device the host does not read the other ranks' reports: construct with "
         "check_reduction=True or on_failure='skip' (in C++, check_steps or skip_failed_steps)";
@@ -167,34 +139,6 @@ void Reducer::rebuild_buckets() {
     core_->leave_plan(ReasonToLeave::kRebuildBuckets);
   });
 }
-void Reducer::set_bucket_callback(std::function<void(const ReducedBucket&)> callback) {
-  core_->between_backwards("set_bucket_callback()", [&](ReducerState& state) {
-    state.context.bucket_callback = std::move(callback);
-  });
-}
-void Reducer::set_deferred(bool on) {
-  core_->between_backwards("set_deferred()", [&](ReducerState& state) {
-    if (state.context.defers == on) return;
-    if (on && state.context.options.skip_failed_steps) {
-      throw InvalidArgument(
-          "with OverlappedOptimizer (set_deferred) parameters are updated before it is known "
-          "whether another rank failed, so failed steps cannot be skipped: construct without "
-          "on_failure='skip' (skip_failed_steps)");
-    }
-    state.context.defers = on;
-    core_->leave_plan(ReasonToLeave::kDeferred);
-  });
-}
-void Reducer::wait_for(const std::vector<int64_t>& parameters) { core_->wait_for(parameters); }
-void Reducer::wait() {
-  core_->between_backwards("wait()", [](ReducerState&) {});
-}
-bool Reducer::deferred() const {
-  return core_->read([](const ReducerState& state) { return state.context.defers; });
-}
-std::vector<int64_t> Reducer::in_flight() const {
-  return core_->read([](const ReducerState& state) { return state.in_flight(); });
-}
 c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
   return core_->read([](const ReducerState& state) {
     const Membership& members = state.context.members;
@@ -210,46 +154,8 @@ std::optional<BucketPlan> Reducer::plan() const {
     return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
   });
 }
-void Reducer::set_plan(const BucketPlan& plan) {
-  core_->between_backwards("set_plan()", [&](ReducerState& state) {
-    require_fits(plan, state.context.parameters);
-    const auto count = static_cast<int64_t>(state.context.parameters.size());
-    state.preset = state.context.monitor.open(
-        [&] { return detail::broadcast_plan(state.context.members, plan, count); });
-    core_->leave_plan(ReasonToLeave::kPlan);
-  });
-}
 std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
 const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
-void Reducer::record_overlap(bool on) {
-  core_->between_backwards("record_overlap()", [on](ReducerState& state) {
-    if (on == (state.recorder != nullptr)) return;
-    if (on) {
-      state.recorder = std::make_shared<detail::OverlapRecorder>();
-      state.context.observers.add(state.recorder.get());
-    } else {
-      state.context.observers.remove(state.recorder.get());
-      state.recorder.reset();
-    }
-  });
-}
-std::optional<OverlapReport> Reducer::overlap_report() const {
-  return core_->read([](const ReducerState& state) -> std::optional<OverlapReport> {
-    std::optional<OverlapReport> report;
-    if (state.recorder) report = state.recorder->report();
-    if (!report) return report;
-    for (BucketOverlap& bucket : report->buckets) {
-      for (const int64_t parameter : bucket.parameters)
-        bucket.names.push_back(state.context.parameters[parameter].name);
-    }
-    return report;
-  });
-}
-StragglerReport Reducer::straggler_report() const {
-  return core_->read([](const ReducerState& state) {
-    return state.reporter.timer.history.report(state.reporter.names());
-  });
-}
 ReducerStatistics Reducer::statistics() const {
   return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
 }
@@ -374,7 +280,7 @@ void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
 
 void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
   for (const auto& core : detail::owners_of(parameters)) {
-    // Not change(): a bucket callback may wait for this thread.
+    // Not change(): a communication hook may wait for this thread.
     core->note([&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer); });
   }
 }

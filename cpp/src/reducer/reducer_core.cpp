@@ -87,8 +87,7 @@ std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                          ReducerOptions options)
     : state_(std::move(parameters), std::move(groups), std::move(options), this),
-      uneven_(context(), this),
-      overtaken_(context().parameters.size(), 0) {}
+      uneven_(context(), this) {}
 
 ReducerCore::~ReducerCore() {
   BackwardSession::drop(this);
@@ -139,9 +138,8 @@ void ReducerCore::refuse_in_backward(const char* what) const {
 
 void ReducerCore::prepare_for_forward() {
   const Change change(context().monitor);
-  forward_since_ = true;
   if (in_backward(context().phase) || !context().parameters.changed()) return;
-  complete_deferred();
+  context().parameters_changed = true;
   // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
   // trainable parameters is checked when a backward begins.
   const bool same_kind = context().parameters.same_kind();
@@ -176,44 +174,15 @@ void ReducerCore::release() {
   refuse_in_backward("release()");
   const Change change(context().monitor);
   if (context().phase == Phase::kReleased) return;
-  if (context().phase == Phase::kDeferred) {
-    backward_->pass().refused = true;
-    backward_->fail();
-  }
-  backward_.reset();
   state_.book.forget();
   state_.reporter.drop();
   context().hook.reset();
-  context().bucket_callback = nullptr;
   context().members.release();
   context().enter(Phase::kReleased);
 }
 
-void ReducerCore::wait_for(const std::vector<int64_t>& parameters) {
-  const Change change(context().monitor);
-  for (const int64_t index : parameters) {
-    if (index < 0 || static_cast<size_t>(index) >= context().parameters.size()) {
-      throw InvalidArgument("wait_for(): parameter " + std::to_string(index) +
-                            " is not one of the " + std::to_string(context().parameters.size()) +
-                            " parameters");
-    }
-    // Not in a checkpointed segment that backward runs again.
-    if (context().phase != Phase::kDeferred) return;
-    const Plan& plan = *state_.book.current();
-    const int64_t bucket = plan.places[index].bucket;
-    if (bucket < 0 || plan.entries[bucket].completed) continue;
-    or_fail([&] { backward_->complete_entry(static_cast<size_t>(bucket), {}); });
-    if (!backward_) return;
-    if (backward_->pass().failure) return complete_deferred();  // throws it
-    if (auto& error = backward_->pass().callback_error)
-      std::rethrow_exception(std::exchange(error, nullptr));
-  }
-  if (state_.in_flight().empty()) complete_deferred();
-}
-
 std::vector<at::Tensor> ReducerCore::buffers() {
   const Change change(context().monitor);
-  complete_deferred();
   std::vector<at::Tensor> buffers;
   Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
@@ -232,9 +201,9 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   for (Parameter& parameter : context().parameters) {
     if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
   }
-  BackwardPass pass = open_pass(state_, overtaken_);
+  BackwardPass pass = open_pass(state_);
   state_.reporter.without_data = true;
-  choose_plan(state_);
+  choose_plan();
   by_hand_ = std::make_shared<BackwardSession>();
   by_hand_->join(shared_from_this());
   session_ = by_hand_.get();
@@ -288,7 +257,6 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   if (in_backward(context().phase)) return;
   if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
-    overtake_deferred();
     if (context().options.weighted && trains_any()) state_.reporter.weight.backward_began();
     uneven_.announce_local_backward();
     return;
@@ -304,11 +272,10 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
 }
 
 void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session) {
-  overtake_deferred();
   refuse_failed(context());
   require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
                      "this reducer");
-  BackwardPass pass = open_pass(state_, overtaken_);
+  BackwardPass pass = open_pass(state_);
   refuse_failed(context());
   if (context().joining) {
     JoinEvent event{JoinEvent::kBackward};
@@ -321,28 +288,27 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   }
   state_.reporter.without_data = false;
   state_.reporter.weight.backward_began();
-  choose_plan(state_);
+  choose_plan();
   if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  context().waits_for_turn = !session_->is_turn_of(this);
+  backward_->launch_if_all_frozen();
   if (backward_->launched_all()) session_->turn_over(this);
 }
 
-/// Before a backward: completes the last one, and records the parameters that forward did not wait
-/// for.
-void ReducerCore::overtake_deferred() {
-  const std::vector<int64_t> overtaken = state_.in_flight();
-  complete_deferred();
-  // Without a forward since then, no parameter was used before its update.
-  if (!std::exchange(forward_since_, false)) return;
-  for (const int64_t i : overtaken) overtaken_[i] = 1;
+void ReducerCore::choose_plan() {
+  state_.reporter.trainable = context().parameters.trained();
+  state_.book.choose(state_.reporter.trainable, state_.reporter.without_data);
 }
 
 void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   const Change change(context().monitor);
   const Parameter& parameter = context().parameters[index];
-  if (!in_backward(context().phase)) adopt(parameter);
+  // The reducer that owned the parameter was dropped, and no output of this one is in the graph.
+  if (!in_backward(context().phase) && context().members.pid == this_pid())
+    context().parameters.own_orphans(parameter);
   if (!context().parameters.owns(parameter) ||
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
@@ -353,33 +319,13 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
 }
 
-/// Hazard: the reducer that owned the parameter was dropped, no output of this one is in the graph,
-/// and so nothing would be averaged. The last constructed of the reducers that are left takes the
-/// parameters, which is the same one on every rank.
-void ReducerCore::adopt(const Parameter& parameter) {
-  ParameterTable& own = context().parameters;
-  if (!own.is_orphan(parameter) || context().members.pid != this_pid()) return;
-  const auto all = all_reducers();
-  for (auto one = all.rbegin(); one != all.rend() && one->get() != this; ++one) {
-    const ParameterTable& later = (*one)->context().parameters;
-    if (!later.retired() && later.shares(parameter)) return;
-  }
-  for (const auto& one : BackwardSession::participants()) {  // one that was dropped meanwhile
-    if (static_cast<ReducerCore&>(*one).context().parameters.shares(parameter)) return;
-  }
-  own.own_orphans();
-}
-
 /// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
 bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
-    overtake_deferred();
     state_.reporter.weight.backward_began();
     state_.reporter.tracker.gradient_arrived(/*synchronized=*/false);
     parameter.touch();
-    if (overtaken_[index] != 0)
-      throw Error(context().me() + Backward::describe_overtaken(parameter));
     return false;
   }
   begin_backward(BackwardSession::current());
@@ -402,6 +348,7 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
     const std::unique_ptr<Backward> ended = std::move(backward_);
     ended->fail();
     state_.reporter.backward_ended();
+    if (context().parameters.retired()) retire();  // this backward had taken the parameters back
   };
   try {
     body();
@@ -448,25 +395,16 @@ void ReducerCore::complete(const BackwardSession* session, const std::function<v
   if (session_ != session) return;
   const ProfilerRange range("apex::reducer::finish_backward");
   session_ = nullptr;
-  if (backward_->may_leave()) {
-    forward_since_ = false;
-    backward_->leave();
-  } else {
-    finish(meanwhile);
-  }
-  if (context().parameters.retired()) retire();  // this backward had taken the parameters back
+  finish(meanwhile);
 }
 
 void ReducerCore::finish(const std::function<void()>& meanwhile) {
   or_fail([&] { backward_->complete(meanwhile); });
   if (!backward_) return;  // skipped
   state_.reporter.backward_ended();
+  if (context().parameters.retired()) retire();
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->conclude();
-}
-
-void ReducerCore::complete_deferred() {
-  if (context().phase == Phase::kDeferred) finish({});
 }
 
 void ReducerCore::abandon_gradients(const BackwardSession* session) noexcept {

@@ -39,7 +39,6 @@ class ReducerCore final : public BackwardParticipant,
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   std::atomic<bool>& synchronizing() { return synchronizing_; }
   void release();
-  void wait_for(const std::vector<int64_t>& parameters);
   std::vector<at::Tensor> buffers();
   /// Calls `look(state)` with the right to read. `look` must be short.
   template <typename Look>
@@ -60,13 +59,12 @@ class ReducerCore final : public BackwardParticipant,
     const Change change(context().monitor);
     body(state_);
   }
-  /// Completes the last backward, then calls `body(state)` with the right to change.
+  /// Calls `body(state)` with the right to change.
   /// @throws apex::Error in a backward; the message names `what`.
   template <typename Body>
   void between_backwards(const char* what, Body&& body) {
     refuse_in_backward(what);
     const Change change(context().monitor);
-    complete_deferred();
     body(state_);
   }
   /// Makes the next backward record a new plan. Call it in between_backwards().
@@ -106,27 +104,23 @@ class ReducerCore final : public BackwardParticipant,
   void hook_parameters();
   void refuse_in_backward(const char* what) const;
   void finish(const std::function<void()>& meanwhile);
-  void complete_deferred();
   void or_fail(const std::function<void()>& body);
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
-  void adopt(const Parameter& parameter);
+  void choose_plan();
   bool begin_at_gradient(size_t index, const at::Tensor& incoming);
   void forget_cleared_weights();
   bool trains_any() const;
-  void overtake_deferred();
 
   mutable ReducerState state_;
   WatchedOutputs outputs_;  ///< has its own mutex
   std::atomic<bool> synchronizing_{true};
-  std::unique_ptr<Backward> backward_;  ///< in progress, or deferred
+  std::unique_ptr<Backward> backward_;  ///< in progress
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
   std::exception_ptr early_failure_;    ///< thrown in send_gradients(), rethrown by send()
   bool shares_channel_ = false;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward without autograd
   UnevenInputs uneven_;
-  std::vector<uint8_t> overtaken_;  ///< by parameter: used before its update
-  bool forward_since_ = false;      ///< a forward ran since the deferred backward returned
 };
 
 /// All live reducers, in the order of construction; and those that own one of `parameters`. Thread

@@ -8,16 +8,12 @@
 #include <memory>
 #include <string>
 
-#include <ATen/core/ivalue.h>
-
 #include <apex/parallel/comm_hook.h>
 
 #include "comm/membership.h"
 #include "reducer/bucket_message.h"
 
 namespace apex::parallel::detail {
-
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 struct ReductionTraits {
   bool has_peers = true;            ///< other ranks contribute
@@ -61,17 +57,11 @@ class Reduction {
   /// @param meanwhile  see wait_collective(); may be empty.
   virtual void wait(const std::string& what, const std::function<void()>& meanwhile) = 0;
 
-  /// Called if backward returns before wait(). Other ranks must not depend on this rank until then.
-  virtual void leave() {}
-
   /// After wait(): writes the sum into the message, unless it is there already.
   virtual void deliver(BucketMessage& /*bucket*/) {}
 
   /// Whether the sum is complete; false before start(). Does not block.
   virtual bool done() const = 0;
-
-  /// A future that completes with the sum; null if the reduction has none.
-  virtual FuturePtr future() const { return nullptr; }
 
   /// Drops messages in flight; see BucketMessage::abandon().
   virtual void drop() noexcept = 0;

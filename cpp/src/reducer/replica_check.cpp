@@ -38,7 +38,7 @@ int64_t ReplicaCheck::parts() const {
 
 bool ReplicaCheck::compares() const {
   const ReducerOptions& options = context_.options;
-  if (context_.members.alone() || context_.joining || context_.defers || parts() == 0) return false;
+  if (context_.members.alone() || context_.joining || parts() == 0) return false;
   const bool by_default =
       options.ranks_begin_alike() && !context_.hook && options.check_steps.value_or(true);
   return options.replica_check_every || (by_default && context_.reads_reports());

@@ -35,7 +35,7 @@ namespace apex::parallel::detail {
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
 // may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
 // in a step whose parameters were updated after a backward of only this rank. Nothing is ever
-// compared under join(), or while deferred backwards have buckets in flight.
+// compared under join().
 //
 // All decisions depend only on the digests in the reports, which all ranks have received: whether a
 // backward counts, whether digests of all tensors follow, and whether a difference is reported. If

@@ -7,12 +7,17 @@
 
 namespace apex::parallel::detail {
 
-/// The counters of a reducer. Thread safe.
+/// The counters and times of a reducer. Thread safe.
 class StatisticsCounter {
  public:
   void add(int64_t ReducerStatistics::* count, int64_t more = 1) {
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.*count += more;
+  }
+
+  void set(double ReducerStatistics::* time, double seconds) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_.*time = seconds;
   }
 
   ReducerStatistics get() const {

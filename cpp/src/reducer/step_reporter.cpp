@@ -32,7 +32,6 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = context_.backward_number;
   report.facts = tracker.facts();
-  report.times = timer.times();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
   // If ranks began with different parameters, or a hook averages over some ranks only, parameters
@@ -106,8 +105,7 @@ std::string StepReporter::compare(const StepTable& table) {
       break;
   }
   // Ranks may update different parameters on purpose in every step, and reading all parameters is
-  // slow. With an OverlappedOptimizer this rank may have updated them since the backward began.
-  if (context_.defers) return {};
+  // slow.
   ++differences_;
   const bool asked = (differences_ & (differences_ - 1)) == 0;
   if (!asked || !parameters_differ(table.trainable_set())) return {};

@@ -13,7 +13,6 @@
 #include "reducer/finite_check.h"
 #include "reducer/plan.h"
 #include "reducer/replica_check.h"
-#include "reducer/step_timer.h"
 #include "step/report_exchange.h"
 #include "step/step_tracker.h"
 
@@ -28,15 +27,12 @@ class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
       : tracker(context.options.steps_reported),
-        timer(context),
         replicas(context),
         context_(context),
         exchange_(context.members, context.parameters.size()) {}
 
   /// The events of this rank, which the reducer reports to it.
   StepTracker tracker;
-  /// The times of this rank, if ranks read each other's reports, and the times of all ranks.
-  StepTimer timer;
   BatchWeight weight;  ///< with the option weighted
   ReplicaCheck replicas;
   FiniteCheck finite;           ///< with the option check_finite

@@ -96,18 +96,6 @@ void BackwardSession::reach(const std::shared_ptr<BackwardParticipant>& reached)
   for (const auto& one : reducers) one->begin(session);
 }
 
-std::vector<std::shared_ptr<BackwardParticipant>> BackwardSession::participants() {
-  std::shared_ptr<BackwardSession> session;
-  {
-    const std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto found = registry().sessions.find(torch::autograd::get_current_graph_task_id());
-    if (found != registry().sessions.end()) session = found->second.lock();
-  }
-  if (!session) return {};
-  const std::lock_guard<std::mutex> lock(session->mutex_);
-  return session->participants_;
-}
-
 void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto earlier = [](const auto& left, const auto& right) {

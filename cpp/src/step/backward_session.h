@@ -134,9 +134,6 @@ class BackwardSession {
   /// The session of the graph task that this thread runs.
   static std::shared_ptr<BackwardSession> current();
 
-  /// The reducers that take part in the graph task that this thread runs.
-  static std::vector<std::shared_ptr<BackwardParticipant>> participants();
-
   /// Adds `one` to the participants. Call this and the next two with the lock of the reducer held.
   void join(const std::shared_ptr<BackwardParticipant>& one);
   /// Whether `one` may launch a bucket before all gradients are computed: see Note [Turns].

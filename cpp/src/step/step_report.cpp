@@ -21,17 +21,8 @@ enum Word : size_t {
   kNonFinite,
   kWeight,
   kDigest,
-  kOwnTime,
-  kBackwardTime,
-  kGap,
-  kGapPlace,
   kBits
 };
-
-int64_t pack(int32_t high, int32_t low) {
-  return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32U) |
-                              static_cast<uint32_t>(low));
-}
 
 constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::skips,
                                                &StepReport::without_data, &StepReport::compared};
@@ -70,10 +61,9 @@ const Question kAsked[] = {
 const char* const kReasons[] = {"",
                                 "rebuild_buckets()",
                                 "another communication hook",
-                                "load_bucket_plan()",
-                                "another use of OverlappedOptimizer",
                                 "parameters of another dtype, device or shape",
-                                "other parameters are trainable"};
+                                "other parameters are trainable",
+                                "another wrapper averages some parameters"};
 
 /// Allowed ratio of distances. Different processors round differently; an additional step moves
 /// parameters by a larger ratio.
@@ -132,10 +122,6 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kNonFinite] = report.non_finite;
   std::memcpy(&row[kWeight], &report.weight, sizeof(report.weight));
   row[kDigest] = report.digest;
-  row[kOwnTime] = report.times.own;
-  row[kBackwardTime] = report.times.backward;
-  row[kGap] = report.times.gap;
-  row[kGapPlace] = pack(report.times.gap_from, report.times.gap_to);
   write_bits(used, row + kBits);
   write_bits(trainable, row + kBits + words_for(used.size()));
 }
@@ -157,12 +143,6 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     report.non_finite = from[kNonFinite];
     std::memcpy(&report.weight, &from[kWeight], sizeof(report.weight));
     report.digest = from[kDigest];
-    report.times.own = from[kOwnTime];
-    report.times.backward = from[kBackwardTime];
-    report.times.gap = from[kGap];
-    const auto gap = static_cast<uint64_t>(from[kGapPlace]);
-    report.times.gap_from = static_cast<int32_t>(gap >> 32U);
-    report.times.gap_to = static_cast<int32_t>(gap & 0xffffffffU);
     reports_.push_back(report);
   }
 }
@@ -177,13 +157,6 @@ bool StepTable::trainable(size_t rank, size_t parameter) const {
 
 bool StepTable::used(size_t rank, size_t parameter) const {
   return bit_of(bits_of(rank), parameter);
-}
-
-std::vector<detail::StepTimes> StepTable::times() const {
-  std::vector<detail::StepTimes> times;
-  for (const StepReport& one : reports_)
-    times.push_back(one.without_data ? detail::StepTimes() : one.times);
-  return times;
 }
 
 std::vector<uint8_t> StepTable::used_by_any() const {

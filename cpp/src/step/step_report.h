@@ -10,8 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "step/step_times.h"
-
 namespace apex::parallel {
 
 // Note [One report per step]
@@ -24,12 +22,11 @@ namespace apex::parallel {
 // - whether the backward failed, or the rank skips the step: Notes [Carried through], [Skipped
 //   steps];
 // - whether the rank has left the bucket plan, and which parameters are trainable on it: Note [One
-//   plan per set];
+//   plan];
 // - which parameters got a gradient: Note [Parameters that a rank does not use];
 // - its first gradient that is not finite, and the weight of its samples, if options request these;
 // - a digest of a part of its state: Note [Replicas];
-// - what has happened since its last synchronized backward: Note [Ranks that are out of step];
-// - and how long its own part of the step took: Note [Whose time it is].
+// - and what has happened since its last synchronized backward: Note [Ranks that are out of step].
 //
 // If ranks must first agree on a plan, another row is sent before that. A new item needs a field of
 // StepReport and a position in the row.
@@ -69,10 +66,9 @@ enum class ReasonToLeave : int64_t {
   kNone,
   kRebuildBuckets,
   kCommHook,
-  kPlan,
-  kDeferred,
   kParameters,
-  kSet,  ///< other parameters are trainable
+  kSet,    ///< other parameters are trainable
+  kOwner,  ///< another reducer averages some parameters
 };
 
 /// Events on a rank since its last synchronized backward.
@@ -98,7 +94,6 @@ struct StepReport {
   double weight = 0;        ///< of its samples; see Note [Weighted means]
   int64_t non_finite = -1;  ///< the first parameter with a gradient that is not finite
   int64_t digest = 0;       ///< of the part of its state that is compared; 0: none
-  detail::StepTimes times;  ///< see Note [Whose time it is]
 };
 
 /// The rows of all ranks. A value type.
@@ -118,7 +113,6 @@ class StepTable {
   StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters);
 
   const StepReport& of(size_t rank) const { return reports_[rank]; }
-  std::vector<detail::StepTimes> times() const;  ///< by rank; unknown for a rank without data
   bool trainable(size_t rank, size_t parameter) const;
   bool used(size_t rank, size_t parameter) const;  ///< the rank has a gradient
   /// Which parameters have a gradient on some rank, and which are trainable on the first rank with

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -24,7 +23,6 @@
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlapped_optimizer.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
 #include <support/processes.h>
@@ -32,7 +30,6 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
 // The reducer on real processes over Gloo, compared with one process on the whole batch in float64.
@@ -166,57 +163,6 @@ void left_alone() {
 const apex::testing::Scenario kLeftAlone("reducer_left_alone", left_alone);
 
 const apex::testing::Scenario kLoseARank("reducer_lose_a_rank", lose_a_rank);
-
-/// Oracle: the plain loop with the same plan, bit for bit. Hazard: over Gloo's sockets a sum over
-/// three ranks depends on the position in the bucket, and so on the plan.
-void overlapped_updates() {
-  const auto group = apex::distributed::init_process_group("gloo");
-  std::optional<apex::parallel::BucketPlan> plan;
-  const auto train = [&](bool overlapped) {
-    ToyModel model = ToyModel::mlp({6, 50, 40, 30, 3}, 1);
-    ReducerOptions options;
-    options.limits.cap = 700;
-    Reducer reducer(model.parameters, {group}, options);
-    if (plan) reducer.set_plan(*plan);
-    std::vector<at::Tensor> parameters;
-    for (const auto& parameter : model.parameters) parameters.push_back(parameter.tensor);
-    torch::optim::SGD sgd(parameters, torch::optim::SGDOptions(0.01).momentum(0.9));
-    std::optional<apex::parallel::OverlappedOptimizer> optimizer;
-    if (overlapped) optimizer.emplace(sgd, reducer);
-    for (int step = 0; step < 8; ++step) {
-      if (optimizer) {
-        optimizer->zero_grad();
-      } else {
-        sgd.zero_grad();
-      }
-      reducer.prepare_for_forward();
-      at::Tensor h = apex::testing::random_batch(4, 6, 10 * step + group->getRank()).to(at::kFloat);
-      for (size_t i = 0; i < parameters.size(); i += 2) {
-        if (optimizer) optimizer->wait_for({parameters[i], parameters[i + 1]});
-        h = at::tanh(at::addmm(parameters[i + 1], h, parameters[i].t()));
-      }
-      reducer.watch_outputs({h});
-      h.square().mean().backward();
-      if (optimizer) {
-        optimizer->step();
-      } else {
-        sgd.step();
-      }
-    }
-    if (optimizer) optimizer->synchronize();
-    require((reducer.statistics().deferred > 0) == overlapped, "nothing was overlapped");
-    if (!plan) plan = reducer.plan();
-    require(reducer.plan()->buckets == plan->buckets, "another plan than the one that was given");
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& parameter : parameters) flat.push_back(parameter.detach().flatten());
-    return at::cat(flat);
-  };
-  train(/*overlapped=*/true);  // records a plan
-  require(train(true).equal(train(false)), "other bits than the plain loop with the same plan");
-  apex::distributed::destroy_process_group();
-}
-
-const apex::testing::Scenario kOverlappedUpdates("overlapped_updates", overlapped_updates);
 
 /// A hook over the reducer's communicator that fails for bucket TEST_BUCKET: it throws, returns no
 /// future, or returns one with an error.
@@ -480,14 +426,6 @@ TEST(ReducerProcessesStore, EndsWithItsRank_WhoWaitsForAnotherRank_ThrowsLongBef
   RunOptions options;
   options.timeout = std::chrono::seconds(40);
   EXPECT_EQ(failures_of(run_processes(ranks_of("reducer_left_alone", 3), options)), "");
-}
-
-TEST(OverlappedOptimizerProcesses, SamePlan_ThreeRanksOverGloo_HasTheBitsOfThePlainLoop) {
-  for (const char* channel : {"0", "1"}) {
-    EXPECT_EQ(failures_of(run_processes(
-                  ranks_of("overlapped_updates", 3, {{"APEX_HOST_CHANNEL", channel}}))),
-              "");
-  }
 }
 
 /// How the hook fails, for which bucket, whether it blocks, whether shared memory is used, and

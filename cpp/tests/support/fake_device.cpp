@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -81,7 +80,6 @@ const Memory* memory_of(const c10::DataPtr& pointer) {
 /// Each thread starts on stream 0, as on other devices.
 thread_local c10::StreamId current = 0;
 
-std::atomic<bool> timed_events{false};
 std::atomic<size_t> largest_block{std::numeric_limits<size_t>::max()};
 std::atomic<size_t> blocks_for_good{0};
 
@@ -151,15 +149,6 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) host_waits(*static_cast<Mark*>(event), "synchronizing an event");
   }
-  double elapsedTime(void* first, void* second, const c10::DeviceIndex index) const override {
-    if (!timed_events.load()) return DeviceGuardImplInterface::elapsedTime(first, second, index);
-    const auto operations = [](void* event) {
-      const RaceDetector::Clock& clock = static_cast<Mark*>(event)->clock;
-      return std::accumulate(clock.begin(), clock.end(), int64_t{0});
-    };
-    return static_cast<double>(operations(second) - operations(first));
-  }
-
   bool queryStream(const c10::Stream& stream) const override { return query(fake::record(stream)); }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(fake::record(stream), "synchronizing a stream");
@@ -226,8 +215,6 @@ bool query(const Mark& mark) {
   Capture::host("whether an event is over", mark.capture);
   return detector().host_knows(mark.clock);
 }
-
-void set_timed_events(bool on) { timed_events.store(on); }
 
 void set_largest_block(size_t bytes) { largest_block.store(bytes); }
 

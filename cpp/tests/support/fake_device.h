@@ -35,10 +35,6 @@ c10::Stream new_stream(const std::string& name);
 /// Makes `later` wait for the work enqueued on `earlier` so far.
 void order(const c10::Stream& earlier, const c10::Stream& later);
 
-/// Whether events have times; off by default. Each operation of any stream takes one millisecond,
-/// so the time of an event is the number of operations completed before it.
-void set_timed_events(bool on);
-
 /// Larger allocations throw c10::OutOfMemoryError from now on. No limit by default.
 void set_largest_block(size_t bytes);
 

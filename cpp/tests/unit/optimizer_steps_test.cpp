@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -21,7 +20,6 @@
 #include <apex/error.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/larc.h>
-#include <apex/parallel/overlapped_optimizer.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
@@ -43,41 +41,21 @@ struct LayersImpl : torch::nn::Module {
   }
   at::Tensor forward(at::Tensor x) {
     for (auto& layer : layers) {
-      if (before) before(*layer);
       x = torch::tanh(layer(x));
     }
     return x;
   }
   std::vector<torch::nn::Linear> layers;
-  std::function<void(const torch::nn::Module&)> before;
 };
 TORCH_MODULE(Layers);
 
-enum class Kind {
-  kSgd,
-  kMomentum,
-  kAdam,
-  kAdamW,
-  kLarc,
-  kOverlapped,
-  kOverlappedLarc,
-  kScaler,
-  kScalerLarc
-};
-constexpr const char* kKinds[] = {"SGD",
-                                  "SGD with momentum",
-                                  "Adam",
-                                  "AdamW",
-                                  "LARC",
-                                  "OverlappedOptimizer",
-                                  "OverlappedOptimizer of LARC",
-                                  "LossScaler",
-                                  "LossScaler of LARC"};
-constexpr int kKindCount = 9;
+enum class Kind { kSgd, kMomentum, kAdam, kAdamW, kLarc, kScaler, kScalerLarc };
+constexpr const char* kKinds[] = {"SGD",        "SGD with momentum", "Adam", "AdamW", "LARC",
+                                  "LossScaler", "LossScaler of LARC"};
+constexpr int kKindCount = 7;
 
-enum class Fault { kNone, kTwice, kTwiceInnermost, kSkip, kBeforeBackward };
-constexpr const char* kFaults[] = {"none", "steps twice", "steps the wrapped optimizer again",
-                                   "skips a step", "steps before backward"};
+enum class Fault { kNone, kTwice, kSkip, kBeforeBackward };
+constexpr const char* kFaults[] = {"none", "steps twice", "skips a step", "steps before backward"};
 
 /// The parameters of a case.
 struct Program {
@@ -111,7 +89,7 @@ Program program_of(uint64_t seed) {
   };
   Program program;
   program.kind = static_cast<Kind>(below(kKindCount));
-  program.fault = static_cast<Fault>(below(5));
+  program.fault = static_cast<Fault>(below(4));
   program.world = 2 + below(2);
   program.rank = below(program.world);
   program.at = below(6);
@@ -127,8 +105,8 @@ Program program_of(uint64_t seed) {
 /// One rank's optimizer, of any kind.
 class Stepper {
  public:
-  Stepper(const Program& program, Layers& net, DistributedDataParallel<Layers>& model)
-      : kind_(program.kind), net_(net), model_(model) {
+  Stepper(const Program& program, DistributedDataParallel<Layers>& model)
+      : kind_(program.kind), model_(model) {
     using namespace torch::optim;
     const auto parameters = model.parameters();
     const auto sgd = SGDOptions(program.learning_rate).weight_decay(program.weight_decay);
@@ -138,7 +116,6 @@ class Stepper {
         optimizer_ = std::make_unique<SGD>(parameters, sgd);
         break;
       case Kind::kMomentum:
-      case Kind::kOverlapped:
         optimizer_ = std::make_unique<SGD>(parameters, SGDOptions(sgd).momentum(0.9));
         break;
       case Kind::kAdam:
@@ -151,50 +128,30 @@ class Stepper {
             AdamWOptions(program.learning_rate / 10).weight_decay(program.weight_decay));
         break;
       case Kind::kLarc:
-      case Kind::kOverlappedLarc:
       case Kind::kScalerLarc:
         optimizer_ = std::make_unique<LARC>(SGD(parameters, sgd));
         break;
     }
-    if (kind_ != Kind::kOverlapped && kind_ != Kind::kOverlappedLarc) return;
-    overlapped_ = std::make_unique<OverlappedOptimizer>(*optimizer_, model.reducer());
-    net_->before = [this](const torch::nn::Module& module) { overlapped_->wait_for(module); };
   }
-  ~Stepper() { net_->before = nullptr; }
-  Stepper(const Stepper&) = delete;
-  Stepper& operator=(const Stepper&) = delete;
 
   void step() {
     if (scales()) {
       scaler_.step(*optimizer_);
       scaler_.update();
-    } else if (overlapped_) {
-      overlapped_->step();
     } else {
       optimizer_->step();
     }
   }
-  void step_innermost() {
-    if (overlapped_) overlapped_->synchronize();
-    optimizer_->step();
-  }
-  void zero_grad(bool set_to_none) {
-    overlapped_ ? overlapped_->zero_grad(set_to_none) : model_.zero_grad(set_to_none);
-  }
+  void zero_grad(bool set_to_none) { model_.zero_grad(set_to_none); }
   at::Tensor loss(const at::Tensor& value) { return scales() ? scaler_.scale(value) : value; }
-  void end() {
-    if (overlapped_) overlapped_->synchronize();
-  }
 
  private:
   bool scales() const { return kind_ == Kind::kScaler || kind_ == Kind::kScalerLarc; }
 
   const Kind kind_;
-  Layers& net_;
   DistributedDataParallel<Layers>& model_;
   amp::LossScaler scaler_{1024.0};
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::unique_ptr<OverlappedOptimizer> overlapped_;
 };
 
 Layers make_layers(uint64_t seed) {
@@ -217,7 +174,7 @@ Outcome train(const Program& program, uint64_t seed, int rank, const Group& grou
   DistributedDataParallel<Layers> model(net, DistributedDataParallelOptions(group)
                                                  .limits({program.cap})
                                                  .gradient_as_bucket_view(program.views));
-  Stepper optimizer(program, net, model);
+  Stepper optimizer(program, model);
   const auto backward = [&](const at::Tensor& output) {
     optimizer.loss(output.square().mean()).backward();
   };
@@ -239,9 +196,7 @@ Outcome train(const Program& program, uint64_t seed, int rank, const Group& grou
       backward(model.forward(x(0)));
       if (fault != Fault::kSkip && fault != Fault::kBeforeBackward) optimizer.step();
       if (fault == Fault::kTwice) optimizer.step();
-      if (fault == Fault::kTwiceInnermost) optimizer.step_innermost();
     }
-    optimizer.end();
   } catch (const RankMismatch& error) {
     outcome.raised_in = step;
     outcome.error = error.what();
@@ -262,12 +217,9 @@ void check(const Program& program, const std::vector<Outcome>& ranks) {
     }
     EXPECT_EQ(outcome.raised_in, first.raised_in);
     EXPECT_NE(outcome.error.find("out of step"), std::string::npos) << outcome.error;
-    // In the first backward whose gradients meet those of other parameters. A deferred backward
-    // raises where its buckets are waited for.
-    const bool may_defer =
-        program.kind == Kind::kOverlapped || program.kind == Kind::kOverlappedLarc;
+    // In the first backward whose gradients meet those of other parameters.
     EXPECT_GE(outcome.raised_in, program.at);
-    EXPECT_LE(outcome.raised_in, program.at + (may_defer ? 2 : 1));
+    EXPECT_LE(outcome.raised_in, program.at + 1);
   }
 }
 
@@ -280,11 +232,9 @@ std::vector<Outcome> run(const Program& program, uint64_t seed) {
 }
 
 // No parameter moves here: ranks know about steps only from the optimizers. A scaler and the LARC
-// inside it report one step, and so do the parts of an optimizer. Otherwise all ranks would look
-// alike.
+// inside it report one step.
 TEST(OptimizerStepsCpp, OptimizersOfThisLibraryWithoutEffect_SecondStep_IsReportedByThem) {
-  for (const Kind kind :
-       {Kind::kLarc, Kind::kOverlapped, Kind::kOverlappedLarc, Kind::kScaler, Kind::kScalerLarc}) {
+  for (const Kind kind : {Kind::kLarc, Kind::kScaler, Kind::kScalerLarc}) {
     Program program;
     program.kind = kind;
     program.fault = Fault::kTwice;

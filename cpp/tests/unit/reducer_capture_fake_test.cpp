@@ -75,7 +75,7 @@ class CapturedTraining {
     const at::Tensor y = model.forward(batch_);
     reducer.watch_outputs({y});
     y.square().mean().backward();
-    if (!in_callback) model.sgd_step(kLearningRate);
+    model.sgd_step(kLearningRate);
   }
 
   void expect_parameters(double tolerance) {
@@ -87,7 +87,6 @@ class CapturedTraining {
 
   fake::Graph graph;
   ToyModel model;
-  bool in_callback = false;  ///< the optimizer runs in the bucket callback
 
  private:
   void take_batch(int step) { batch_.copy_(random_batch(12, 6, step), /*non_blocking=*/true); }
@@ -130,16 +129,6 @@ TEST_P(CapturedStep, Replays_TrainLikeThePlainLoop) {
   const std::string name = each.name;
   if (name == "Compressed")
     reducer.set_comm_hook(parallel::make_compress_hook(groups[0], at::kHalf));
-  if (name == "OptimizerInCallback") {
-    training.in_callback = true;
-    reducer.set_bucket_callback([&](const parallel::ReducedBucket& bucket) {
-      at::NoGradGuard no_grad;
-      for (const int64_t index : bucket.parameters) {
-        at::Tensor& parameter = training.model[index];
-        parameter.sub_(parameter.grad(), kLearningRate);
-      }
-    });
-  }
   training.warm_up(reducer, 4);
   const auto launched = reducer.statistics().launched_in_backward;
   training.capture(reducer);
@@ -166,8 +155,7 @@ INSTANTIATE_TEST_SUITE_P(
                    groups.push_back(fake::make_mirror_group(kWorld, "wire 1"));
                    groups.push_back(fake::make_mirror_group(kWorld, "wire 2"));
                  }},
-            Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3},
-            Case{"OptimizerInCallback", [](ReducerOptions&, std::vector<Group>&) {}})),
+            Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3})),
     [](const auto& tested) {
       return std::string(std::get<1>(tested.param).name) +
              (std::get<0>(tested.param) ? "Views" : "Copies");

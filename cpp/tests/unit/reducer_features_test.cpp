@@ -17,7 +17,7 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-// Bucket callbacks, opt-in checks, uneven inputs, chained hooks, and release of groups.
+// Opt-in checks, uneven inputs, chained hooks, and release of groups.
 
 namespace apex::parallel {
 namespace {
@@ -50,36 +50,6 @@ void expect_throws(Call&& call, const std::string& part) {
   } catch (const Exception& error) {
     EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
   }
-}
-
-TEST(ReducerBucketCallback, LaterBucketOnItsWay_IsCalledForTheEarlierOne) {
-  const auto control = ThreadBackendControl::create(2);
-  run_ranks(control, [&](int rank, const Group& group) {
-    ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
-    Reducer reducer(model.parameters, {group}, small_buckets());
-    backward(reducer, model, random_batch(4, 4, 0));
-    // All later collectives of this backward wait for the first bucket's callback.
-    const uint64_t first = control->issued(rank);
-    const size_t buckets = reducer.plan()->buckets.size();
-    for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->hold(seq);
-    std::vector<int64_t> order;
-    std::vector<int64_t> parameters;
-    reducer.set_bucket_callback([&](const ReducedBucket& bucket) {
-      order.push_back(bucket.index);
-      parameters.insert(parameters.end(), bucket.parameters.begin(), bucket.parameters.end());
-      EXPECT_EQ(reducer.statistics().backwards, 1);  // the reducer may be queried
-      for (uint64_t seq = first + 1; seq < first + buckets; ++seq) control->release(seq);
-    });
-    model.zero_grad();
-    backward(reducer, model, random_batch(4, 4, 1));
-    ASSERT_EQ(order.size(), buckets);
-    EXPECT_GT(buckets, 1u);
-    EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
-    std::sort(parameters.begin(), parameters.end());
-    for (size_t i = 0; i < parameters.size(); ++i)
-      EXPECT_EQ(parameters[i], static_cast<int64_t>(i));
-    EXPECT_EQ(parameters.size(), model.size());
-  });
 }
 
 TEST(ReducerRegisteredBuffers, BackendWithMemory_Buckets_LieThereAndGradientsAreRight) {
@@ -124,64 +94,6 @@ TEST(ReducerRegisteredBuffers, BackendWithoutMemoryOrOutOfIt_Buckets_LieInTorchs
       EXPECT_EQ(reducer.statistics().backwards, 1);
     });
   }
-}
-
-TEST(ReducerCheckFinite, NanOnOneRank_ThrowsOnEveryRankNamingRankAndParameter) {
-  for (const auto& [bad, views] : {std::pair(2, false), {2, true}, {0, false}}) {
-    run_ranks(3, [bad = bad, views = views](int rank, const Group& group) {
-      ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
-      ReducerOptions options = small_buckets(20);
-      options.check_finite = true;
-      options.gradient_as_bucket_view = views;
-      Reducer reducer(model.parameters, {group}, options);
-      backward(reducer, model, random_batch(4, 4, 0));
-      auto hook = model[2].register_hook([&](const at::Tensor& grad) {
-        return rank == bad ? at::full_like(grad, std::numeric_limits<double>::quiet_NaN()) : grad;
-      });
-      model.zero_grad();
-      expect_throws<NonFiniteGradient>(
-          [&] { backward(reducer, model, random_batch(4, 4, 1)); },
-          "rank " + std::to_string(bad) +
-              " contributed a gradient that is infinite or NaN for parameter '" +
-              model.parameters[2].name + "' (1 of 3 ranks");
-      model[2].remove_hook(hook);
-      model.zero_grad();
-      backward(reducer, model, random_batch(4, 4, 2));  // training continues
-      EXPECT_EQ(reducer.statistics().backwards, 3);
-    });
-  }
-}
-
-/// Reducing a sum again would count it once per rank. All parameters are in the first bucket.
-TEST(ReducerSum, GradientsNotCleared_NextBackward_Throws) {
-  run_ranks(2, [&](int rank, const Group& group) {
-    ToyModel model = ToyModel::mlp({4, 2}, 1);
-    ReducerOptions options;
-    options.gradient_average = false;
-    Reducer reducer(model.parameters, {group}, options);
-    for (int step = 0; step < 3; ++step) {
-      model.zero_grad();
-      backward(reducer, model, random_batch(4, 4, step));
-    }
-    expect_throws<Error>([&] { backward(reducer, model, random_batch(4, 4, 3)); },
-                         "still held the gradient");
-  });
-}
-
-TEST(ReducerCheckSteps, RankThatSteppedTwice_ThrowsOnEveryRank) {
-  run_ranks(3, [](int rank, const Group& group) {
-    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
-    ReducerOptions options = small_buckets(20);
-    options.check_steps = true;
-    Reducer reducer(model.parameters, {group}, options);
-    backward(reducer, model, random_batch(4, 4, 0));
-    for (int steps = 0; rank == 1 && steps < 2; ++steps)
-      Reducer::optimizer_stepped({model[0]}, /*optimizer=*/1);
-    model.zero_grad();
-    expect_throws<Error>(
-        [&] { backward(reducer, model, random_batch(4, 4, 1)); },
-        "rank 1 stepped an optimizer twice without a backward in between, rank 0, rank 2 did not");
-  });
 }
 
 TEST(ReducerRelease, BackwardAfterIt_Throws_AndTheGroupIsFree) {
@@ -238,71 +150,17 @@ TEST(ReducerLastReference, GraphOutlivesEveryOtherHolderOfTheGroup_GroupEndsOnAn
 
 /// What a hook holds (a group, error feedback) is released even if other references to the reducer
 /// exist.
-TEST(ReducerRelease, CommunicationHookAndCallback_AreLetGo) {
+TEST(ReducerRelease, CommunicationHook_IsReleased) {
   run_ranks(2, [](int, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
     Reducer reducer(model.parameters, {group}, small_buckets());
     auto hook = make_compress_hook(group, at::kHalf);
     const std::weak_ptr<CommHook> of_hook = hook;
-    auto held = std::make_shared<int>(1);
-    const std::weak_ptr<int> of_callback = held;
     reducer.set_comm_hook(std::move(hook));
-    reducer.set_bucket_callback([held = std::move(held)](const ReducedBucket&) {});
     backward(reducer, model, random_batch(4, 4, 0));
     EXPECT_FALSE(of_hook.expired());
-    EXPECT_FALSE(of_callback.expired());
     reducer.release();
     EXPECT_TRUE(of_hook.expired());
-    EXPECT_TRUE(of_callback.expired());
-  });
-}
-
-TEST(ReducerSetPlan, PlanThatFits_IsUsedFromTheNextBackwardOn) {
-  run_ranks(2, [](int rank, const Group& group) {
-    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
-    Reducer reducer(model.parameters, {group}, small_buckets());
-    BucketPlan plan;
-    plan.buckets = {{3, 0}, {2, 1}};
-    reducer.set_plan(rank == 0 ? plan : BucketPlan());  // all ranks use rank 0's plan
-    for (int step = 0; step < 3; ++step) {
-      model.zero_grad();
-      backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
-      EXPECT_EQ(reducer.plan()->buckets, plan.buckets);
-      ToyModel reference = model.clone(at::kDouble);
-      reference.forward(random_batch(4, 4, step)).square().mean().backward();
-      for (size_t i = 0; i < model.size(); ++i)
-        EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5);
-    }
-  });
-}
-
-/// An index out of range would be read past the end of every table.
-TEST(ReducerSetPlan, ParameterThatIsNotThereOrTwice_IsRefused) {
-  run_ranks(1, [](int, const Group& group) {
-    ToyModel model = ToyModel::mlp({4, 6, 2}, 1);
-    Reducer reducer(model.parameters, {group}, small_buckets());
-    const std::vector<std::vector<std::vector<int64_t>>> wrong{
-        {{0, -1}}, {{0, 4}}, {{0}, {1, 0}}, {{2, 2}}};
-    for (const auto& buckets : wrong) {
-      BucketPlan plan;
-      plan.buckets = buckets;
-      expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
-                                     "a bucket plan names parameter " +
-                                         std::to_string(buckets.back().back()) +
-                                         " twice, or it is not");
-    }
-  });
-}
-
-TEST(ReducerSetPlan, ParametersOfTwoDtypesInOneBucket_AreRefusedByName) {
-  run_ranks(1, [](int, const Group& group) {
-    const at::Tensor a = at::ones({2}).requires_grad_();
-    const at::Tensor b = at::ones({2}, at::kDouble).requires_grad_();
-    Reducer reducer({{"a", a}, {"b", b}}, {group}, small_buckets());
-    BucketPlan plan;
-    plan.buckets = {{0, 1}};
-    expect_throws<InvalidArgument>([&] { reducer.set_plan(plan); },
-                                   "'a' and 'b' into one bucket, but they differ in dtype");
   });
 }
 
@@ -313,10 +171,7 @@ TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRan
     const at::Tensor extra = at::ones({3}).requires_grad_();
     std::vector<NamedTensor> parameters = model.parameters;
     parameters.push_back({"extra", extra});
-    BucketPlan flat;  // no bucket with one parameter, which would be reduced in place
-    flat.buckets = {{5, 4}, {3, 2}, {1, 0}};
-    Reducer reducer(parameters, {group}, small_buckets());
-    reducer.set_plan(flat);
+    Reducer reducer(parameters, {group}, small_buckets(20));  // flat buckets
     for (int step = 0; step < 5; ++step) {
       model.zero_grad();
       extra.mutable_grad() = at::Tensor();
@@ -328,8 +183,6 @@ TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRan
       ASSERT_EQ(extra.grad().defined(), step >= 2) << step;
       if (step >= 2) {
         EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
-      } else {
-        EXPECT_EQ(reducer.plan()->buckets, flat.buckets);
       }
     }
     EXPECT_EQ(reducer.statistics().plans_extended, 1);

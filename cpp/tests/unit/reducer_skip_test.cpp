@@ -108,23 +108,6 @@ INSTANTIATE_TEST_SUITE_P(Table, ReducerSkip,
                          ::testing::Combine(::testing::Values(1, 40, 10'000'000), ::testing::Bool(),
                                             ::testing::Bool()));
 
-TEST(ReducerSkipOptions, WhereASkipCannotBeKept_Throws) {
-  run_ranks(2, [](int, const Group& group) {
-    ToyModel model = ToyModel::mlp(kWidths, 1);
-    Reducer reducer(model.parameters, {group});
-    reducer.set_bucket_callback([](const ReducedBucket&) {});
-    EXPECT_NE(thrown_by([&] { reducer.skip_step(); }).find("bucket callback"), std::string::npos);
-    reducer.set_bucket_callback(nullptr);
-    reducer.set_deferred(true);
-    EXPECT_NE(thrown_by([&] { reducer.skip_step(); }).find("OverlappedOptimizer"),
-              std::string::npos);
-    ReducerOptions skipping;
-    skipping.skip_failed_steps = true;
-    Reducer second(model.parameters, {group}, skipping);
-    EXPECT_THROW(second.set_deferred(true), InvalidArgument);
-  });
-}
-
 TEST(ReducerEarlyStep, InAGradientsHook_IsRefused_AndNamed) {
   run_ranks(2, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp(kWidths, 1);

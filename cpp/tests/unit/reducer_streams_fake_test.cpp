@@ -245,23 +245,6 @@ TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
   }
 }
 
-TEST_P(FakeDeviceReducer, OptimizerInTheBucketCallback_HasNoRace) {
-  Training training(4);
-  Reducer reducer(training.model.parameters, {group_}, options_);
-  reducer.set_bucket_callback([&](const parallel::ReducedBucket& bucket) {
-    at::NoGradGuard no_grad;
-    for (const int64_t index : bucket.parameters) {
-      at::Tensor& parameter = training.model[index];
-      parameter.sub_(parameter.grad(), 0.1);
-    }
-  });
-  for (int step = 0; step < 4; ++step) {
-    training.backward(reducer, step);
-    training.expect_gradients(2e-5);
-    training.reference.sgd_step(0.1);
-  }
-}
-
 TEST_P(FakeDeviceReducer, ParameterWithoutGradient_IsAllTheHostWaitsFor) {
   ToyModel model = ToyModel::mlp(kWidths, 1).clone(on_device());
   Reducer reducer(model.parameters, {group_}, options_);
@@ -378,34 +361,6 @@ TEST_P(FakeDeviceReducer, GradientsAfterBackward_AreReadyOnTheCallersStreamOnly)
   const c10::StreamGuard guard(fake::new_stream("other"));
   training.model[0].grad().add(1);
   expect_error("aten::add on stream 'other' reads what ");
-}
-
-TEST_P(FakeDeviceReducer, DeferredBackward_IsReadyWhereItWasWaitedFor) {
-  options_.limits.cap = 450;  // no bucket in place
-  Training training(8);
-  Reducer reducer(training.model.parameters, {group_}, options_);
-  reducer.set_deferred(true);
-  int64_t before = 0;
-  for (int step = 0; step < 7; ++step) {
-    reducer.wait();
-    training.backward(reducer, step);
-    reducer.wait_for({0, 3});
-    const at::Tensor sum = training.model[0].grad().sum() + training.model[3].grad().sum();
-    reducer.wait();
-    training.expect_gradients(2e-5);
-    training.optimizer_step();
-    if (step == 4) before = host_waits();  // the plan is recorded and the buckets are ordered
-  }
-  EXPECT_GT(reducer.statistics().deferred, 0);
-  EXPECT_EQ(host_waits_since(before), Strings{});
-  EXPECT_EQ(fake::detector().errors(), Strings{});
-  if (world_ == 1) return;  // nothing is in flight
-  const at::Tensor buffer = reducer.buffers().front();
-  training.backward(reducer, 7);
-  ASSERT_FALSE(reducer.in_flight().empty());
-  buffer.add(1);
-  reducer.wait();
-  expect_error("aten::add on stream 'default' reads what all-reduce on stream 'wire' writes");
 }
 
 /// A backward of `training` that fails halfway, after the buckets of the last layers were launched.
@@ -603,7 +558,7 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBa
 void wait_for_end_of_backward(Reducer& reducer) {
   for (;;) {
     try {
-      return reducer.wait();
+      return reducer.rebuild_buckets();
     } catch (const apex::Error&) {  // "while a backward is running"
       std::this_thread::yield();
     }

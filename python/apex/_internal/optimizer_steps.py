@@ -17,7 +17,6 @@ from torch.optim.optimizer import (
 )
 
 from apex import _core
-from apex._internal import pending
 
 
 class Reduces(Protocol):
@@ -48,8 +47,7 @@ def _register() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-# Optimizers inside an OverlappedOptimizer while it steps them in parts. The number of parts may
-# differ by rank, so only the step of the OverlappedOptimizer counts.
+# Optimizers inside a ShardedOptimizer, of which only the step of the ShardedOptimizer counts.
 taking_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 # Numbers instead of id(): the next optimizer may reuse the id() of a short-lived one.
@@ -86,8 +84,6 @@ def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if pending.holders and optimizer not in taking_parts:
-        pending.complete_for(optimizer)  # its gradients are not averages yet
     # Only steps inside a gradient hook are refused.
     if torch._C._current_graph_task_id() < 0:
         return

@@ -32,11 +32,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
     state: Any = _of_wrapped("state")
     defaults: Any = _of_wrapped("defaults")
 
-    def synchronize(self) -> None:
-        """Block until the gradients are complete, if the wrapped optimizer waits for some."""
-        if isinstance(self.optim, WrappedOptimizer):
-            self.optim.synchronize()
-
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict. The wrapper has no state of its own."""
         for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):

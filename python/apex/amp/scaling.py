@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from apex._internal import pending, skipped_steps
+from apex._internal import skipped_steps
 
 from ._amp_state import _amp_state, find_stash
 from ._handle import forget_casts
@@ -108,12 +108,10 @@ def scale_loss(
         masters = any(stash.master_weights for stash in stashes)
         if not masters and scaler.has_no_effect and not scaled_before:
             yield loss.float()
-            pending.complete()  # for code that reads gradients before step()
             return
         ranks_then = ranks(scaler)
         scaler.contexts += 1
         entered = True
-        pending.complete()
         with contextlib.ExitStack() as contexts:
             claimed: set[int] = set()
             for stash in stashes:
@@ -129,14 +127,10 @@ def scale_loss(
             try:
                 yield scaler.scale(loss)
             except Exception as error:
-                # A gradient that arrives later would overwrite the restored gradients.
-                with contextlib.suppress(Exception):  # the body's own error is the one to report
-                    pending.complete()
                 if skipped_steps.count() <= skipped:
                     raise
                 # The other ranks did not fail, so they will exchange their overflow flags below.
                 failure = error
-            pending.complete()  # gradients of an OverlappedOptimizer, which are read below
             for stash in stashes:
                 if delay_unscale:
                     stash.delay_unscale(scaler)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .._internal import pending
 from .._internal.dtypes import is_low_precision
 from .._internal.refused import KeepsMasterWeights
 from ..amp._amp_state import is_rank_zero
@@ -158,7 +157,6 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     @torch.no_grad()
     def _match_scale(self) -> None:
         """Convert the gradients of earlier backward passes to the current scale."""
-        pending.complete()
         self._collect()
         ratio, scale = self._scale_ratio(), self.loss_scaler.loss_scale()
         if ratio != 1.0:
@@ -177,7 +175,6 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         Until the first step, the masters take values written into the model's parameters, for
         example by a broadcast.
         """
-        pending.complete()  # gradients of an OverlappedOptimizer, which are read below
         self._collect()
         if self._masters_follow:
             for master, param in zip(

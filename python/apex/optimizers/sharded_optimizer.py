@@ -15,7 +15,6 @@ from apex import _core
 from apex._internal import joining
 from apex._internal.group_names import name_of
 from apex._internal.groups import end_groups_at_exit, require_group
-from apex._internal.objects import all_gather_object, gather_object
 from apex._internal.optimizer_steps import taking_parts
 from apex._internal.untraced import untraced
 from apex._internal.wrapped_optimizer import WrappedOptimizer
@@ -237,10 +236,13 @@ class ShardedOptimizer(WrappedOptimizer):
             for i, p in enumerate(parameters)
             if p in self.state
         }
+        group = self.process_group
+        found: list[Any] | None = [None] * world
         if to is None:
-            found: list[Any] | None = all_gather_object(mine, self.process_group)
+            dist.all_gather_object(found, mine, group)
         else:
-            found = gather_object(mine, to, self.process_group)
+            found = found if dist.get_rank(group) == to else None
+            dist.gather_object(mine, found, dst=dist.get_global_rank(group, to), group=group)
         self._whole_state = None
         if found is not None:
             self._whole_state = {parameters[i]: held for of in found for i, held in of.items()}

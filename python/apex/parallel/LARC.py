@@ -39,9 +39,6 @@ class LARC(WrappedOptimizer):
     Raises:
         ValueError: for a trust_coefficient or eps outside of these ranges.
 
-    If LARC wraps an :class:`OverlappedOptimizer`, :meth:`step` waits for all gradients, so nothing
-    is overlapped. Wrap the LARC in the OverlappedOptimizer instead.
-
     Not thread safe. :meth:`step` copies nothing to the host.
     """
 
@@ -112,7 +109,6 @@ class LARC(WrappedOptimizer):
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
-        self.synchronize()  # an OverlappedOptimizer inside may still be reducing gradients
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 grad = param.grad

@@ -10,9 +10,6 @@ from torch.distributed import ReduceOp
 from apex.parallel import LARC
 from apex.parallel._stalls import stall_report
 from apex.parallel.distributed import DistributedDataParallel, Reducer, flat_dist_call
-from apex.parallel.overlap_report import BucketOverlap, OverlapReport
-from apex.parallel.overlapped_optimizer import OverlappedOptimizer
-from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 from apex.parallel.syncbn_convert import (
     convert_syncbn_model,
@@ -21,15 +18,10 @@ from apex.parallel.syncbn_convert import (
 )
 
 __all__ = [
-    "BucketOverlap",
     "DistributedDataParallel",
     "LARC",
-    "OverlapReport",
-    "OverlappedOptimizer",
-    "RankTimes",
     "ReduceOp",
     "Reducer",
-    "StragglerReport",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",

@@ -100,8 +100,6 @@ class Engine:
         watched = self._watch()
         names = [name for name, _ in self.named_parameters()]
         _options.check_initialized(self.module)
-        if self.reducer is not None:
-            self.reducer.wait()  # its buckets in flight would be lost
         triggers = self._options.trigger_names
         options = _core.ReducerOptions()
         for name, value in self._options.reducer.items():
@@ -121,7 +119,7 @@ class Engine:
         self.reducer, self.parameters = reducer, watched.parameters
         self._buffers_agreed = _buffers.Buffers(self.module, self._options.ignored)
         self.made += 1
-        self.hooks.install(reducer, self.parameters)
+        self.hooks.install(reducer)
         self._watched = watched
         return reducer
 
@@ -208,24 +206,6 @@ class Engine:
             if self.reducer is not None:
                 self.reducer.release()  # see Note [Buffers that change]
             raise
-
-    # --- the plan ---
-
-    def plan(self) -> list[list[str]] | None:
-        """The names of the parameters in each bucket; None before it is recorded."""
-        plan = self.connected().plan()
-        names = [name for name, _ in self.named_parameters()]
-        return None if plan is None else [[names[i] for i in bucket] for bucket in plan]
-
-    def load_plan(self, plan: Sequence[Sequence[str]]) -> None:
-        """Use a plan that :meth:`plan` returned. Collective."""
-        index = {name: i for i, (name, _) in enumerate(self.named_parameters())}
-        unknown = [name for bucket in plan for name in bucket if name not in index]
-        if unknown:
-            raise ValueError(
-                f"the bucket plan names '{unknown[0]}', which the module does not have."
-            )
-        self.connected().set_plan([[index[name] for name in bucket] for bucket in plan])
 
     # --- copies ---
 

@@ -23,7 +23,7 @@ from apex._internal.untraced import untraced
 from apex.parallel import _compile, _options, _torch_names
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, EngineOptions, refuse_backward
-from apex.parallel._hooks import Hooks, ReducedBucket
+from apex.parallel._hooks import Hooks
 from apex.parallel._join import Join
 from apex.parallel._reducer import Reducer, flat_dist_call
 from apex.parallel._tensor_lists import (
@@ -32,15 +32,11 @@ from apex.parallel._tensor_lists import (
     split_by_type,
     split_half_float_double,
 )
-from apex.parallel._timeline import FORWARD
 from apex.parallel._weight import Weight
-from apex.parallel.overlap_report import BucketOverlap, OverlapReport
-from apex.parallel.straggler_report import RankTimes, StragglerReport
 from apex.parallel.sync_batchnorm import name_layers
 
 __all__ = [
     "DistributedDataParallel",
-    "ReducedBucket",
     "Reducer",
     "apply_flat_dist_call",
     "extract_tensors",
@@ -66,8 +62,8 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
     frozen ones. During backward, gradients are collected in buckets. Each bucket is all-reduced as
     soon as it is complete, while the rest of backward is still running. When ``backward()``
     returns, every ``.grad`` holds the average over all processes. The first backward records the
-    order in which gradients arrive and communicates at its end. So does the first backward with
-    another set of trainable parameters, or after parameters were added or replaced. Freeze and
+    order in which gradients arrive and communicates at its end. So does the first backward after
+    parameters were unfrozen, added or replaced. Freeze and
     unfreeze the same parameters on every process before the same backward.
 
     A parameter that no process used keeps ``grad=None``. If some processes used it, the others
@@ -113,8 +109,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         skip_all_reduce_unused_params: no effect (parameters that no rank uses are not communicated
             once the bucket plan is recorded).
         bucket_cap_mb_list: sizes in MiB, instead of ``bucket_cap_mb``. The first number is the size
-            of the first bucket, and the largest number is the size of all other buckets. To choose
-            the size of each bucket, use :meth:`load_bucket_plan`.
+            of the first bucket, and the largest number is the size of all other buckets.
         batched_grad_copy: no effect (gradients are copied by multi-tensor operations).
         lazy_bucket_allocation: no effect (buckets are allocated in the first backward).
         check_finite: raise on every process after an infinity or a NaN in a gradient.
@@ -124,8 +119,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             synchronized backward compares a part, so that this many backwards compare all of them;
             0: never. None, the default, is 100 where the check is free: for parameters on the CPU,
             with ``init_sync``, without a communication hook and unless ``check_reduction=False``.
-            Costs one read of the part. Not available under :meth:`join` or with an
-            :class:`OverlappedOptimizer`.
+            Costs one read of the part. Not available under :meth:`join`.
         on_divergence: what to do if the parameters differ. ``"warn"`` writes to rank 0's standard
             error and to the logger ``apex.parallel.watch``. ``"raise"`` raises on every process.
         registered_buffers: allocate the buckets from the backend's own memory, if it has any.
@@ -308,11 +302,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         enter = self._enter_untraced if under_trace else self._enter
         leave = self._leave_untraced if under_trace else self._leave
         name = "apex.DistributedDataParallel.forward"
-        timeline = self._engine.hooks.timeline
-        with (
-            torch.profiler.record_function(name) if self.prof else _NO_RANGE,
-            timeline.span(FORWARD) if timeline is not None and training else _NO_RANGE,
-        ):
+        with torch.profiler.record_function(name) if self.prof else _NO_RANGE:
             inputs, kwargs = enter(inputs, kwargs, training)
             active = _compile.active
             outer = active.wrapper
@@ -456,8 +446,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         process. A backward that fails or is skipped drops its weights, and so does ``zero_grad()``
         (``set_to_none=True``) in the middle of an accumulation. Communication hooks average over
         the processes, and this average is converted to the weighted one. A hook that communicates
-        float16 needs weights whose sums fit into float16 (thousands of samples, for example). An
-        :class:`OverlappedOptimizer` waits for all buckets at the end of backward.
+        float16 needs weights whose sums fit into float16 (thousands of samples, for example).
 
         Raises:
             TypeError, ValueError: if ``weight`` is not one real number.
@@ -512,9 +501,8 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         is. Not thread safe.
 
         Raises:
-            RuntimeError: with :class:`OverlappedOptimizer`; with a bucket callback unless
-                ``on_failure="skip"``; on a GPU unless ``check_reduction=True`` or
-                ``on_failure="skip"``; while a backward ends, as in a bucket callback.
+            RuntimeError: on a GPU unless ``check_reduction=True`` or ``on_failure="skip"``; while a
+                backward ends, as in a communication hook.
         """
         engine = self._engine
         if engine.reducer is not None and engine.module_changed():
@@ -568,22 +556,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.register_builtin_comm_hook("fp16")
-
-    def register_bucket_callback(self, callback: Callable[[ReducedBucket], None] | None) -> None:
-        """Calls ``callback(bucket)`` for each completed bucket of a synchronized backward.
-
-        ``bucket.parameters`` are the parameters whose averaged ``.grad`` is final.
-        ``bucket.index`` is the position in the launch order (-1: reduced outside of the plan).
-        Later buckets may still be in flight, so an optimizer step of these parameters overlaps with
-        their communication. Each parameter that got a gradient is in one bucket. Buckets with
-        parameters that this process did not use come last. Gradients accumulated under
-        :meth:`no_sync` are not reported before they are reduced.
-
-        The callback runs on the thread that ends backward, and in backward's grad mode. An
-        exception reaches the caller of ``backward()`` once all buckets are complete. The callback
-        must not start a backward. ``None`` removes the callback.
-        """
-        self._engine.hooks.set_callback(self._reducer, callback)
 
     # --- uneven inputs ---
 
@@ -655,25 +627,6 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
         new one. Call it on every process."""
         self._reducer.rebuild_buckets()
 
-    def bucket_plan(self) -> list[list[str]] | None:
-        """The names of the parameters in each bucket, in launch order; None before it is recorded.
-
-        Save it, and pass it to :meth:`load_bucket_plan` in the next run of the same model.
-        """
-        return self._engine.plan()
-
-    def load_bucket_plan(self, plan: Sequence[Sequence[str]]) -> None:
-        """Uses a plan that :meth:`bucket_plan` returned, from the next backward on.
-
-        If other parameters than those in the plan get a gradient, buckets are assigned by size.
-        Collective: every process calls it, and rank 0's plan is used.
-
-        Raises:
-            ValueError: if the plan names a parameter that the module does not have, names one
-                twice, or puts different dtypes or devices into one bucket.
-        """
-        self._engine.load_plan(plan)
-
     def _set_static_graph(self) -> None:
         """Same as ``static_graph=True``. Call it before the first backward, on every process."""
         if not self.static_graph:
@@ -681,61 +634,16 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
             self._engine.set_static_graph()
 
     @untraced
-    def statistics(self) -> dict[str, int]:
-        """Counts since construction: backwards, launches, copies; see apex/parallel/reducer.h."""
+    def statistics(self) -> dict[str, float]:
+        """Counts since construction (backwards, launches, copies), and two times of the last step.
+
+        ``last_backward_wait_s``: seconds for which this process waited in collectives of this
+        package during the last synchronized backward (on a GPU, streams wait instead).
+        ``last_step_compute_s``: seconds from the end of the synchronized backward before it until
+        all its buckets were launched, without such waits; on a slow process it is longer than on
+        the others. Counts are integers; ``apex/parallel/reducer.h`` lists them.
+        """
         return self._reducer.statistics()
-
-    # --- timing ---
-
-    def record_overlap(self, on: bool = True) -> None:
-        """Records the times of synchronized backwards, from the next one on, for overlap_report().
-
-        Each process may set it independently. It is off by default, and then costs nothing. When
-        on, it reads a clock for each gradient and a few times for each bucket. On a GPU it records
-        an event each time, and neither the host nor the stream of backward waits. Nothing is
-        recorded while a CUDA graph is captured. It also records when the host runs forwards with
-        gradients, and steps of optimizers that hold parameters of the module. Turning it off
-        discards the last report.
-
-        Waits for pending gradients and updates of an :class:`OverlappedOptimizer`.
-
-        Raises:
-            RuntimeError: while a backward is running.
-        """
-        self._engine.hooks.record_overlap(self._reducer, bool(on))
-
-    def overlap_report(self) -> OverlapReport | None:
-        """How much communication the last backward recorded by :meth:`record_overlap` has hidden.
-
-        ``print(model.overlap_report())`` prints a table with a row per bucket. None if no backward
-        was recorded yet. With an :class:`OverlappedOptimizer`, a backward counts after its last
-        bucket was waited for. On a GPU, the host waits until that backward is complete. Not thread
-        safe.
-        """
-        report = self._reducer.overlap_report()
-        timeline = self._engine.hooks.timeline
-        if report is None or timeline is None:
-            return None
-        buckets = [BucketOverlap(**bucket) for bucket in report.pop("buckets")]
-        began_s = report["began_s"]
-        took_s = max([report["backward_s"], *(bucket.arrived_s for bucket in buckets)])
-        spans = timeline.of_step(began_s, began_s + took_s)
-        rank = dist.get_rank(self.process_group)
-        return OverlapReport(**report, rank=rank, buckets=buckets, spans=spans)
-
-    def straggler_report(self) -> StragglerReport:
-        """How long each process takes for its part of a step, and which process delays the others.
-
-        ``print(model.straggler_report())`` prints a table with a row per rank. For a straggler it
-        shows whether the time is lost before backward or in it, and between which parameters'
-        gradients. It is always on and the same on every rank. It covers the last 256 synchronized
-        backwards with a bucket plan; all except the first have one. It has no ranks if no such
-        backward was counted, with one process, and on GPUs without ``check_reduction=True`` or
-        ``on_failure="skip"``, where ranks do not read each other's reports. Does not block.
-        """
-        report = self._reducer.straggler_report()
-        ranks = [RankTimes(**rank) for rank in report.pop("ranks")]
-        return StragglerReport(**report, ranks=ranks)
 
     # --- copies: the engine and the groups belong to the process ---
 

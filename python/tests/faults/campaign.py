@@ -32,14 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from cases import (
-    DELAYS,
+    DELAY,
     GOOD,
     GRACE,
     LATE,
     LIBRARIES,
     PAUSE,
-    SLOW,
-    SLOW_STEPS,
     STALL,
     TIMEOUT,
     TO_END,
@@ -151,8 +149,6 @@ class Running:
                             **({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {}),
                         },
                         "late": LATE,
-                        "slow": SLOW,
-                        "slow_steps": SLOW_STEPS,
                         "report": str(self._folder / f"{rank}.jsonl"),
                         "log": str(self._folder / f"{rank}.log"),
                         "folder": str(self._folder / str(rank)),
@@ -264,16 +260,11 @@ class Running:
             if case.library == "apex":
                 wrong.update(complaints(case, rank, said[rank]))
         problems += [f"{text} ({count} of {len(survivors)})" for text, count in wrong.items()]
-        named = not problems and not raising and case.fault in DELAYS
-        if case.fault in DELAYS and not hung and self._struck is not None:
+        named = not problems and not raising and case.fault == DELAY
+        if case.fault == DELAY and not hung and self._struck is not None:
             problems += [f"raises: {text}" for text in said.values()]
             logs = [self._log(rank) for rank in range(case.world)]
-            told = [event for rank in range(case.world) for event in self._events(rank)]
-            problems += (
-                late_complaints(case, logs)
-                if case.fault == "late"
-                else slow_complaints(case, [event for event in told if "straggler" in event])
-            )
+            problems += late_complaints(case, logs)
         if raising and len(raising) < len(survivors) and not hung:
             done = sorted(set(survivors) - set(raising))
             if case.moment != "exit" and case.fault not in (
@@ -312,21 +303,6 @@ def late_complaints(case: Case, logs: list[str]) -> list[str]:
     layer = LAYERS.get(case.moment) if case.program == "plain" else None
     if layer is not None and f"its last gradient was that of '{layer}." not in blocks[0]:
         result.append(f"does not name the gradient: {blocks[0]}")
-    return result
-
-
-def slow_complaints(case: Case, told: list[dict[str, Any]]) -> list[str]:
-    """The requirements that the reports of all ranks do not meet."""
-    if len(told) != case.world:
-        return [f"{len(told)} reports"]
-    result = []
-    if any(one["text"] != told[0]["text"] for one in told):
-        result.append("reports differ")
-    if told[0]["straggler"] != case.culprit:
-        result.append(f"names rank {told[0]['straggler']}: {told[0]['text']}")
-    layer = LAYERS.get(case.moment) if case.program == "plain" else None
-    if layer is not None and not str(told[0]["gap"]).startswith(f"{layer}."):
-        result.append(f"names the gradient of {told[0]['gap']}: {told[0]['text']}")
     return result
 
 

@@ -17,8 +17,6 @@ TO_START = 60  # seconds, until the fault is injected
 TO_END = 20  # seconds, for a process that has finished; several end at a time
 LATE = 3 * SLOWER  # seconds, for a rank that is late once
 STALL = 1.0 * SLOWER  # seconds, after which the others report the stall
-SLOW = 0.05  # seconds, for a rank that is slow in every step
-SLOW_STEPS = 14
 
 GOOD = ("raises", "goes on", "is named")
 FAULTS = [
@@ -34,8 +32,8 @@ FAULTS = [
     "group closed",
 ]
 STORE_FAULTS = ["killed", "stopped", "cut off"]  # also injected into rank 0, which hosts the store
-#: These faults end and raise nothing, but all ranks must learn which rank it is, and where.
-DELAYS = ["late", "slow"]
+#: This fault ends and raises nothing, but all ranks must learn which rank it is, and where.
+DELAY = "late"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +61,9 @@ class Outcome:
 LIBRARIES = {"apex": "apex.parallel", "torch": "torch", "torch_apex": "torch, on `apex`"}
 
 
-def delays(library: str, program: str, moment: str, world: int) -> list[str]:
-    """No delays where torch's wrapper reports nothing and no rank waits for another."""
-    if library != "apex" or world == 3 or moment == "exit":
-        return []
-    if program == "join" or "construction" in moment:
-        return ["late"]
-    return DELAYS
+def is_delayed(library: str, world: int, moment: str) -> bool:
+    """Not where torch's wrapper reports nothing and no rank waits for another."""
+    return library == "apex" and world != 3 and moment != "exit"
 
 
 def cases(library: str, worlds: list[int]) -> list[Case]:
@@ -83,6 +77,7 @@ def cases(library: str, worlds: list[int]) -> list[Case]:
                     faults = [(f, world - 1) for f in FAULTS if not f.startswith("exception")]
                 else:
                     faults = [(f, 1) for f in FAULTS] + [(f, 0) for f in STORE_FAULTS]
-                    faults += [(f, world - 1) for f in delays(library, program, moment, world)]
+                    if is_delayed(library, world, moment):
+                        faults.append((DELAY, world - 1))
                 result += [Case(program, moment, f, world, who, library) for f, who in faults]
     return result

@@ -35,18 +35,14 @@ class Run:
         world: int,
         library: str,
         strike: Callable[[str], None],
-        steps: int = STEPS,
-        every_step: bool = False,
     ) -> None:
         self.rank, self.world, self.library = rank, world, library
         self.step = -1
-        self.steps = steps
         self.wrapper: Any = None
         self._strike = strike
-        self._every_step = every_step
 
     def at(self, moment: str) -> None:
-        if self._every_step or self.step in (-1, FAULT_STEP):
+        if self.step in (-1, FAULT_STEP):
             self._strike(moment)
 
     def wrap(self, model: nn.Module, **options: Any) -> Any:
@@ -274,7 +270,7 @@ def train(run: Run, program: str, survive: bool) -> list[str]:
     prepare, _ = PROGRAMS[program]
     survived: list[str] = []
     step = prepare(run)
-    steps = 1 if program == "join" else run.steps
+    steps = 1 if program == "join" else STEPS
     for number in range(steps):
         run.step = number if program != "join" else FAULT_STEP
         guard = contextlib.suppress(Injected) if survive else contextlib.nullcontext()

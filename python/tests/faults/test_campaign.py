@@ -30,7 +30,6 @@ CHOSEN = [
     ("amp", "inside scale_loss", "killed", 2, 0),
     ("plain", "between launches", "late", 4, 3),
     ("batch norm", "before forward", "late", 2, 1),
-    ("plain", "last gradient", "slow", 4, 3),
 ]
 
 

@@ -61,8 +61,6 @@ def rank_main(case: dict[str, Any]) -> int:
     def strike(moment: str) -> None:
         if rank != case["culprit"] or moment != case["moment"]:
             return
-        if fault == "slow":
-            time.sleep(case["slow"])
         if strike.done:
             return
         strike.done = True
@@ -83,8 +81,6 @@ def rank_main(case: dict[str, Any]) -> int:
             dist.destroy_process_group()
         elif fault == "late":
             time.sleep(case["late"])
-        elif fault == "slow":
-            pass
         else:
             raise AssertionError(f"no fault {fault!r}")
 
@@ -101,15 +97,9 @@ def rank_main(case: dict[str, Any]) -> int:
     del store
     dist.barrier()
     try:
-        slow = {"steps": case["slow_steps"], "every_step": True} if fault == "slow" else {}
-        run = Run(rank, world, case["library"], strike, **slow)
+        run = Run(rank, world, case["library"], strike)
         train(run, case["program"], "caught" in fault)
-        if fault == "slow":
-            told = run.wrapper.straggler_report()
-            culprit = told.straggler
-            gap = None if culprit is None else told.ranks[culprit].gap_to
-            say(straggler=culprit, gap=gap, text=str(told))
-        if fault in ("late", "slow"):
+        if fault == "late":
             dist.barrier()  # the last rank to end a step may host the store
     except BaseException as error:
         say(raised=type(error).__name__, message=str(error))

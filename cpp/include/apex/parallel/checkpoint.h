@@ -26,8 +26,6 @@ class LossScaler;
 
 namespace apex::parallel {
 
-class OverlappedOptimizer;
-
 /// Saves and restores what a training run needs to resume: model, optimizers, loss scaler and the
 /// number of steps, in one file.
 ///
@@ -57,7 +55,6 @@ class APEX_API Checkpoint {
 
   /// Adds a part. Several optimizers are identified by their order.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
-  Checkpoint& optimizer(OverlappedOptimizer& optimizer);
   Checkpoint& scaler(amp::LossScaler& scaler);
   /// Default, also for null: the default group, or this process alone without a default group.
   Checkpoint& process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);

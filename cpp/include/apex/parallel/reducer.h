@@ -15,8 +15,6 @@
 #include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/model_sync.h>
-#include <apex/parallel/overlap_report.h>
-#include <apex/parallel/straggler_report.h>
 
 /// The engine of data-parallel training: averages gradients over the ranks of a process group while
 /// backward is still running.
@@ -124,7 +122,7 @@ struct ReducerOptions {
   /// is 100 where the comparison is free: for parameters on the CPU, with init_sync, without a
   /// communication hook, and unless check_steps is false. The default also skips steps whose
   /// parameters were updated after a backward without synchronization. Costs one read of the part.
-  /// Inactive under join() and with set_deferred().
+  /// Inactive under join().
   std::optional<int64_t> replica_check_every;
   OnDivergence on_divergence = OnDivergence::kWarn;
 
@@ -136,12 +134,6 @@ struct ReducerOptions {
   /// library's own code and tests: the interface (src/reducer/reduction.h) is private and may
   /// change.
   std::function<std::unique_ptr<detail::Reduction>(const detail::ReductionSite&)> reduction_factory;
-};
-
-/// A bucket whose gradients are complete; see Reducer::set_bucket_callback().
-struct ReducedBucket {
-  int64_t index = 0;  ///< position in the launch order; -1: reduced apart from the plan
-  std::vector<int64_t> parameters;  ///< indices into parameters(), of the reduced gradients
 };
 
 /// The next action of the active ranks, as received by a rank that has run out of data; see
@@ -162,7 +154,8 @@ struct JoinEvent {
   std::vector<int64_t> active{};  ///< ranks that have data
 };
 
-/// Counters since construction. They show, without measuring time, whether a fast path is taken.
+/// Counters since construction, which show whether a fast path is taken, and times of the last
+/// step.
 struct ReducerStatistics {
   int64_t backwards = 0;       ///< synchronized backwards that were completed
   int64_t plans_recorded = 0;  ///< times the order was recorded and a plan agreed on
@@ -178,9 +171,15 @@ struct ReducerStatistics {
   int64_t reduced_by_host = 0;     ///< summed in each host's shared memory, then between hosts
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
   int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
-  int64_t deferred = 0;            ///< backwards that returned before their buckets had arrived
   int64_t usage_reads = 0;         ///< backwards that used all ranks' reports to decide about
                                    ///< parameters without a gradient on this rank
+  /// Seconds for which the host waited in collectives of this library during the last synchronized
+  /// backward. On devices other than the CPU, streams wait instead of the host.
+  double last_backward_wait_s = 0;
+  /// Seconds from the end of the synchronized backward before the last one until all buckets of the
+  /// last one were launched, without the waits in collectives of this library: this rank's own part
+  /// of a step. 0 before the second backward.
+  double last_step_compute_s = 0;
 };
 
 /// Hooks the gradient accumulators of a module's parameters and keeps their gradients averaged.
@@ -191,7 +190,8 @@ struct ReducerStatistics {
 /// waits on CPU backends, the current stream on NCCL). Gradients are complete when backward()
 /// returns.
 ///
-/// The first backward with a set of trainable parameters records the plan and reduces at its end.
+/// The first backward records the plan and reduces at its end. So does the first one in which a
+/// parameter is trainable that was frozen then. A parameter that is frozen later keeps its place.
 /// From then on, on every rank:
 /// - Buckets are launched in the same order.
 /// - A parameter that only some ranks used gets the average, with zeros for the other ranks.
@@ -249,8 +249,7 @@ class APEX_API Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   /// Call before each forward. Detects parameters that were frozen, unfrozen, or changed dtype,
-  /// device or strides. The next backward uses a plan for the new set, or records one. Every rank
-  /// must make the same changes. Costs nanoseconds per parameter.
+  /// device or strides. Every rank must make the same changes. Costs nanoseconds per parameter.
   void prepare_for_forward();
 
   /// Skips a step on all ranks together, for example after a loss that is not finite, a batch
@@ -266,9 +265,9 @@ class APEX_API Reducer {
   ///
   /// Collectives in the module's forward or backward (SyncBatchNorm, broadcast buffers) still need
   /// every rank, so such a module must also run on the skipping rank.
-  /// @throws Error with set_deferred(), with a bucket callback but without skip_failed_steps, on a
-  ///         device where ranks do not read each other's reports (without check_steps and
-  ///         skip_failed_steps), and while a backward is ending, e.g. from a bucket callback.
+  /// @throws Error on a device where ranks do not read each other's reports (without check_steps
+  /// and
+  ///         skip_failed_steps), and while a backward is ending, e.g. from a communication hook.
   at::Tensor skip_step();
 
   /// Whether the last synchronized backward was skipped, the same on every rank. May be called at
@@ -308,9 +307,9 @@ class APEX_API Reducer {
 
   /// Optionally reports to the reducers that own these parameters that an optimizer has stepped.
   /// check_steps then also detects a step without a backward, and a step by kernels that do not
-  /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC,
-  /// OverlappedOptimizer and amp::LossScaler report their steps themselves; for parameters on the
-  /// CPU, steps of other optimizers are detected from how far the parameters have moved, unless
+  /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC and
+  /// amp::LossScaler report their steps themselves; for parameters on the CPU, steps of other
+  /// optimizers are detected from how far the parameters have moved, unless
   /// ReducerOptions::steps_reported is set. Thread safe; does not block.
   static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
 
@@ -331,45 +330,6 @@ class APEX_API Reducer {
   /// synchronized backward reduces them. Default on. May be called at any time.
   void set_synchronizing(bool on);
   bool synchronizing() const;
-
-  /// Calls `callback` for each bucket of a synchronized backward once its gradients are complete,
-  /// while later buckets may still be in flight, so an optimizer may step these parameters. Buckets
-  /// with a parameter that this rank did not use come last, since another rank may have used it.
-  /// Parameters that no rank used are not listed. `callback` runs on the thread that ends backward,
-  /// on the current stream; it must not start a backward. An exception reaches the caller of
-  /// backward() after all buckets are complete. nullptr removes the callback. Gradients that
-  /// accumulate without synchronization do not trigger it.
-  void set_bucket_callback(std::function<void(const ReducedBucket&)> callback);
-
-  /// With `on`, communication may extend into the next forward: backward() returns when the last
-  /// bucket is launched, not when it has arrived. Gradients must not be read or changed before
-  /// wait_for() returns. wait_for() calls the bucket callback, which may step the optimizer.
-  /// Buckets that arrive after backward are launched in the order in which the next forward needs
-  /// them, as recorded in the third backward with a plan. A new backward first waits for buckets
-  /// that are still in flight. It throws if it reaches a parameter that was not waited for, because
-  /// forward used its old value.
-  ///
-  /// backward() still waits, as without this setting, when it records the plan or the order, when
-  /// this rank misses a gradient or a parameter is outside the plan (without static_graph), with
-  /// check_finite or check_steps, and under join(). A new plan is recorded. Every rank must make
-  /// the same call.
-  void set_deferred(bool on);
-  /// The value set by set_deferred(); false by default. Does not block.
-  bool deferred() const;
-
-  /// Waits until the gradients of these parameters (indices into parameters()) are complete: on CPU
-  /// backends the host waits, on NCCL the current stream. Calls the bucket callback for each bucket
-  /// that holds one of them. Does nothing for complete gradients.
-  /// @throws CommunicationError; InvalidArgument for an index out of range. Exceptions of the
-  ///         callback propagate.
-  void wait_for(const std::vector<int64_t>& parameters);
-
-  /// The same for all parameters.
-  void wait();
-
-  /// The parameters (indices into parameters()) of a deferred backward that were not waited for
-  /// yet.
-  std::vector<int64_t> in_flight() const;
 
   /// Uneven inputs. Between begin_join() and end_join() each rank announces its forwards with
   /// announce(); its backwards are announced automatically. A rank that has run out of data calls
@@ -427,12 +387,6 @@ class APEX_API Reducer {
   /// The current plan (indices into parameters()); nullopt before the first backward.
   std::optional<BucketPlan> plan() const;
 
-  /// Uses `plan`, which plan() returned for the same model, from the next backward on, if exactly
-  /// the parameters in the plan get a gradient. Collective: every rank uses rank 0's plan.
-  /// @throws InvalidArgument if a parameter is missing or unknown, or if a bucket mixes dtypes or
-  ///         devices.
-  void set_plan(const BucketPlan& plan);
-
   /// The flat buffer of each bucket of the plan, [elements], in launch order. For a bucket that is
   /// reduced in place, this is its gradient. With gradient_as_bucket_view, gradients are views of
   /// these buffers. Empty before the first backward, after a failed one, and, without
@@ -443,33 +397,6 @@ class APEX_API Reducer {
   const std::vector<NamedTensor>& parameters() const;
 
   ReducerStatistics statistics() const;
-
-  /// Records the times of each synchronized backward from the next one on, for overlap_report(), if
-  /// `on`. Costs a clock read per gradient and a few per bucket. On devices other than the CPU it
-  /// also records a timed event each time, and a stream of torch's pool waits for each bucket;
-  /// neither the host nor the stream of backward waits. Inactive while a device graph is captured.
-  /// `false` discards the last report; the remaining cost is one branch. Waits for a deferred
-  /// backward.
-  /// @throws Error while a backward is running; errors of wait().
-  void record_overlap(bool on);
-
-  /// How much communication the last recorded synchronized backward of this rank hid. A deferred
-  /// backward counts after wait() or wait_for() has waited for all of its buckets; until then this
-  /// returns the report of the backward before it. nullopt if there is none. Leaves out the
-  /// messages that agree on a plan, and late gradients that were reduced outside the plan.
-  ///
-  /// On the CPU this does not block. The arrival time is when the future of the backend's Work
-  /// completed, or, for a backend without futures, when the wait for the bucket returned, which is
-  /// later. On other devices the host waits until the streams have finished that backward. If the
-  /// device's events have no times (OverlapClock::kHostOnly), the times are the host's.
-  std::optional<OverlapReport> overlap_report() const;
-
-  /// How long each rank takes for its own part of a step, over the last steps, and which rank the
-  /// others wait for; the same on every rank. Steps count from the first synchronized backward with
-  /// a plan. `ranks` is empty if no step was counted, which is the case with one rank, and on
-  /// devices other than the CPU without check_steps and skip_failed_steps, since ranks do not read
-  /// each other's reports there. Does not block.
-  StragglerReport straggler_report() const;
 
  private:
   std::shared_ptr<detail::ReducerCore> core_;
