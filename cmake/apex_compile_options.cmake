@@ -35,19 +35,13 @@ function(apex_test_options target)
     $<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>>:-O1>)
 endfunction()
 
-# apex_unity(TARGET SOURCES...): with APEX_UNITY_BUILD, compile these sources of the target as one.
-# GCC instantiates the pending templates of a precompiled header once per object, which takes three
-# seconds each time.
-function(apex_unity target)
-  if(NOT APEX_UNITY_BUILD)
-    return()
+# apex_sources(TARGET GROUP SOURCES...): adds sources to a target. With APEX_UNITY_BUILD, those of one group are compiled
+# as one: GCC instantiates the pending templates of a precompiled header once per object, which takes three seconds each
+# time. Sources that are added otherwise are compiled alone.
+function(apex_sources target group)
+  target_sources(${target} PRIVATE ${ARGN})
+  if(APEX_UNITY_BUILD)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES UNITY_GROUP ${group})
   endif()
-  get_target_property(groups ${target} APEX_UNITY_GROUPS)
-  if(NOT groups)
-    set(groups 0)
-  endif()
-  math(EXPR group "${groups} + 1")
-  set_target_properties(${target} PROPERTIES
-    APEX_UNITY_GROUPS ${group} UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
-  set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES UNITY_GROUP "group${group}")
 endfunction()
