@@ -230,6 +230,8 @@ class ShardedOptimizer(WrappedOptimizer):
         world = dist.get_world_size(self.process_group)
         if to is not None and (type(to) is not int or not 0 <= to < world):
             raise ValueError(f"to={to!r}: there are ranks 0 to {world - 1}, or None for all.")
+        # refuses a group that has failed, which torch's collectives do not
+        _core.verify_same_model([], [], [f"to={to}"], name_of(self.process_group))
         parameters = self._parameters()
         mine = {
             i: {name: _to_cpu(value) for name, value in self.state[p].items()}
