@@ -57,7 +57,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.failed = report.without_data = true;
   report.facts.updated = true;
   report.compared = false;
-  report.left = ReasonToLeave::kPlan;
+  report.left = ReasonToLeave::kSet;
   report.facts.moved = 0.1;
   report.facts.sample = std::numeric_limits<int64_t>::min();
   report.settings = -5;
@@ -67,7 +67,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   EXPECT_EQ(read.backward, 7);
   EXPECT_TRUE(read.failed && read.without_data && read.facts.updated);
   EXPECT_FALSE(read.skips || read.compared || read.facts.idle_step || read.facts.updated_locally);
-  EXPECT_EQ(read.left, ReasonToLeave::kPlan);
+  EXPECT_EQ(read.left, ReasonToLeave::kSet);
   EXPECT_EQ(read.facts.moved, 0.1);
   EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
   EXPECT_EQ(read.settings, -5);
