@@ -19,8 +19,9 @@ constexpr int kPieces = 4;
 
 void ReportExchange::send(const std::string& what, const StepReport& report,
                           const std::vector<uint8_t>& used, const std::vector<bool>& trainable) {
-  order();
   drop();
+  // Its all-gather may still read `on_device_`.
+  std::exchange(last_, {}).order();
   const at::Tensor row =
       at::empty({static_cast<int64_t>(StepTable::row_size(parameters_))}, at::kLong);
   int64_t* const words = row.mutable_data_ptr<int64_t>();
@@ -94,13 +95,14 @@ const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile)
   } else {
     const at::Tensor rows = message_.wait(meanwhile);
     words.assign(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
+    message_ = {};
   }
   drop();
   return table_.emplace(std::move(words), static_cast<size_t>(members_.size), parameters_);
 }
 
 void ReportExchange::drop() {
-  message_ = {};
+  if (message_) last_ = std::exchange(message_, {});
   done_ = {};
   await_ = {};
   table_.reset();

@@ -51,8 +51,6 @@ class ReportExchange {
                    std::function<at::Tensor(const std::function<void()>& meanwhile)> await,
                    int divided_by);
 
-  /// Whether a row was sent and not dropped.
-  bool sent() const { return static_cast<bool>(message_) || await_ || table_; }
   /// The rows of all ranks, or null if they have not arrived. Does not block.
   const StepTable* peek();
   /// Waits for the rows of all ranks on the host. `meanwhile`: see wait_collective().
@@ -65,6 +63,7 @@ class ReportExchange {
   const Membership& members_;
   const size_t parameters_;
   ControlMessage message_;
+  ControlMessage last_;  ///< one that was dropped unread
   std::function<bool()> done_;
   std::function<at::Tensor(const std::function<void()>&)> await_;
   int divided_by_ = 1;

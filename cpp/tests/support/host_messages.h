@@ -57,10 +57,7 @@ inline at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
     if (op == Op::MIN) sum = at::minimum(sum, more);
     if (op == Op::SUM || op == Op::AVG) sum.add_(more);
   }
-  if (op == Op::AVG) {
-    const at::Tensor one = at::ones({}, at::toRealValueType(sum.scalar_type()));
-    sum = sum * one.div(static_cast<double>(inputs.size()));
-  }
+  if (op == Op::AVG) sum.div_(at::full({}, static_cast<double>(inputs.size()), sum.options()));
   return sum.to(dtype);
 }
 

@@ -245,8 +245,9 @@ TEST_P(ReducerFreeze, ParameterThatStaysFrozen_LeavesThePlan_AndComesBack) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
     Reducer reducer(model.parameters, {group}, options());
     const auto planned = [&] {
+      const auto plan = reducer.plan();
       size_t count = 0;
-      for (const auto& bucket : reducer.plan()->buckets) count += bucket.size();
+      for (const auto& bucket : plan->buckets) count += bucket.size();
       return count;
     };
     for (int step = 0; step < 280; ++step) {
