@@ -198,7 +198,7 @@ def _rank(rank: int, folder: str) -> None:
         group = dist.new_group(backend=backend, timeout=timeout)
         medians = []
         for size in (_SMALL, _LARGE):
-            tensor = torch.zeros(size // 4)
+            tensor = torch.zeros(size // 4, device="cpu")
             times = [_seconds(tensor, group) for _ in range(10 if size == _LARGE else 300)]
             medians.append(statistics.median(times))
         own: Any = group._get_backend(torch.device("cpu"))

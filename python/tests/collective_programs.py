@@ -71,7 +71,7 @@ def combined(inputs: list[Tensor], op: Any) -> Tensor:
         else:
             result = result ^ more
     if op == Op.AVG:
-        result = result * (torch.ones((), dtype=result.dtype) / len(inputs))
+        result = result / torch.full((), len(inputs), dtype=result.dtype)
     return result.to(dtype)
 
 

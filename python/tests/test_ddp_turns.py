@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import DEVICE, RankPool, check
+from ddp_support import RankPool
 from python_group import Delegate
 from several_support import Net, batch, check_average
 from torch import Tensor
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.processes
 
 #: The layers of the last wrapped model that each rank uses, in turn.
 USED = [[0, 1, 2], [0, 2], [1]]
-
-
-class Boom(Exception):
-    pass
-
-
-def _fails(gradient: Tensor) -> None:
-    raise Boom
 
 
 def _wrappers(group: Any, **options: Any) -> tuple[list[Any], list[Any]]:
@@ -89,53 +81,6 @@ def _hooks(rank: int, world: int, phases: int, shared: bool) -> None:
 @pytest.mark.parametrize("phases", [1, 2])
 def test_hooks_of_two_wrappers_on_one_group(ranks: RankPool, phases: int, shared: bool) -> None:
     ranks.run(2, _hooks, phases, shared)
-
-
-def _hook_fails_on_every_rank(
-    rank: int, world: int, shared: bool, skips: bool, hooked: tuple[int, ...], raises: bool
-) -> None:
-    """With ``raises``, a layer of rank 0 also raises in the same backward."""
-    torch.manual_seed(rank)
-    options: dict[str, Any] = {"on_failure": "skip"} if skips else {}
-    models, wrappers = _wrappers(_group(shared), message_size=1, **options)
-    fails = [False]
-
-    def hook(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if fails[0]:
-            raise Boom
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        mean = bucket.buffer() / world
-        dist.all_reduce(mean)
-        future.set_result(mean)
-        return future
-
-    for which in hooked:
-        wrappers[which].register_comm_hook(None, hook)
-    for step in range(4):
-        _step(models, wrappers, rank, world, step)
-        fails[0], raised = True, False
-        if raises and rank == 0:
-            handle = models[1].layers[0].weight.register_hook(_fails)
-        try:
-            wrappers[1](wrappers[0](batch(rank, 100 + step)), USED[rank]).sum().backward()
-        except (Boom, RuntimeError):
-            raised = True
-        check(raised, "nothing was raised where the hook failed")
-        fails[0] = False
-        if raises and rank == 0:
-            handle.remove()
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("skips", [False, True], ids=["raise", "skip"])
-@pytest.mark.parametrize("hooked", [(1,), (0,), (0, 1)], ids=["last", "first", "both"])
-@pytest.mark.parametrize("raises", [False, True], ids=["alone", "beside"])
-def test_hook_that_fails_on_every_rank_leaves_the_next_step_right(
-    ranks: RankPool, raises: bool, hooked: tuple[int, ...], skips: bool, shared: bool
-) -> None:
-    if raises and DEVICE != "cpu":
-        pytest.skip("over NCCL a hook that fails on one rank only leaves the others waiting")
-    ranks.run(2, _hook_fails_on_every_rank, shared, skips, hooked, raises)
 
 
 def _communicators(rank: int, world: int) -> None:

@@ -356,7 +356,8 @@ def _counts(rank: int, world: int) -> None:
                 _backward(ddp, 2)
             else:
                 ddp(torch.ones(2, 4)).sum().backward()
-        calls.append(ddp.statistics())
+        counts = ddp.statistics()
+        calls.append({name: counts[name] for name in counts if not name.endswith("_s")})
     check_equal(calls[1], calls[0], "counts")
 
 

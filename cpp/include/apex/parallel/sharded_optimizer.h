@@ -66,10 +66,10 @@ APEX_API void fail_group(const c10d::ProcessGroup& group, const std::string& why
 ///
 /// A checkpoint is that of the plain optimizer, and loads with any number of ranks:
 ///
-///     optimizer.consolidate();  // on every rank
-///     if (rank == 0) torch::save(optimizer.optimizer(), "optimizer.pt");
+///     sharded.consolidate();  // on every rank
+///     if (rank == 0) torch::save(sharded.optimizer(), "optimizer.pt");
 ///
-///     torch::load(optimizer.optimizer(), "optimizer.pt");  // on every rank
+///     torch::load(sharded.optimizer(), "optimizer.pt");  // on every rank
 ///
 /// Algorithm: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 /// Models", SC 2020, stage 1, with whole parameters. Not thread safe.
