@@ -56,7 +56,7 @@ class StepReporter {
   /// The rows of all ranks of the last exchange. Blocks the host, with the monitor open.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
   /// For reports that are not read: see ReportExchange.
-  void order() const { exchange_.order(); }
+  void order() { exchange_.order(); }
   void drop() { exchange_.drop(); }
 
   /// Throws RankMismatch or StepSkipped on every rank if this backward is invalid.

@@ -57,7 +57,10 @@ inline at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
     if (op == Op::MIN) sum = at::minimum(sum, more);
     if (op == Op::SUM || op == Op::AVG) sum.add_(more);
   }
-  if (op == Op::AVG) sum.div_(at::full({}, static_cast<double>(inputs.size()), sum.options()));
+  if (op == Op::AVG) {
+    const at::Tensor parts = sum.is_complex() ? at::view_as_real(sum) : sum;
+    parts.div_(at::full({}, static_cast<double>(inputs.size()), parts.options()));
+  }
   return sum.to(dtype);
 }
 
