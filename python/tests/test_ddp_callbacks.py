@@ -26,7 +26,7 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-# --- properties that another thread polls ---
+# --- bucket callbacks ---
 
 
 def _polled(rank: int, world: int) -> None:
