@@ -13,7 +13,7 @@ is a view of the bucket: a backward minus a backward in ``no_sync()``.
 
 SyncBatchNorm: forward and backward of 16 small layers, alternately with statistics over all ranks
 and with statistics of each rank alone. The difference, per layer, is the cost of two collectives.
-Writes ``host_channel.json`` and draws ``host_channel.png``.
+Writes ``host_channel.json``.
 """
 
 from __future__ import annotations

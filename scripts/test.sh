@@ -3,7 +3,8 @@
 # Build and run all GoogleTest and pytest tests that this machine can run, from scratch: create a virtual
 # environment, install torch and the dependencies of building and testing, and build the package once with its
 # C++ tests and examples. The last line is "N passed, N failed, N skipped" for both together.
-# Existing builds and installations are reused.
+# Existing builds and installations are reused. Started as root on Debian or Ubuntu, it also installs the
+# package libgtest-dev.
 #
 # With --quick as its first argument, it runs the C++ unit tests and some Python tests of each area, which
 # python/tests/conftest.py lists. Use it between changes. The examples are not needed and not built.
@@ -35,7 +36,7 @@ workers=${APEX_TEST_WORKERS:-$((cores < 4 ? 2 * cores : 8))}
 
 # Install the system's GoogleTest if possible. Otherwise CMake fetches a pinned release.
 if [ ! -e /usr/include/gtest/gtest.h ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-  echo "installing GoogleTest (libgtest-dev)"
+  echo "installing the Debian package libgtest-dev (GoogleTest), as root, with apt-get"
   { apex_quiet apt-get update && apex_quiet apt-get install -y --no-install-recommends libgtest-dev; } ||
     echo "that failed; CMake will fetch GoogleTest instead"
 fi

@@ -109,7 +109,13 @@ apex_ensure_venv() {
   if ! apex_has_module "$dir/bin/python" torch; then
     torch=${APEX_TORCH:-torch==2.13.0}
     if [ -z "${APEX_TORCH:-}" ] && command -v nvidia-smi >/dev/null; then torch=torch; fi
-    echo "installing $torch (a large download)"
+    case $torch in
+      *whl/cpu*) echo "installing $torch: a download of about 200 MB (under a minute at 100 Mbit/s)" ;;
+      *)
+        echo "installing $torch: a download of up to 3 GB (the CUDA build; about five minutes at 100 Mbit/s)"
+        echo "  the CPU build is about 200 MB: APEX_TORCH=\"torch --index-url https://download.pytorch.org/whl/cpu\""
+        ;;
+    esac
     # Unquoted, because APEX_TORCH may contain options of pip.
     # shellcheck disable=SC2086
     apex_quiet "$dir/bin/python" -m pip install $torch || return 1

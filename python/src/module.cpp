@@ -13,7 +13,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, m) {
-  m.doc() = "C++ engine of apex: gradient reducer, synchronized batch norm, loss scaler.";
+  m.doc() = "C++ engine of apex: gradient reducer, synchronized batch norm, process groups.";
   m.attr("__version__") = APEX_VERSION;
   // A hook may refer to the wrapper that owns it. Such cycles live until the process ends.
   nb::set_leak_warnings(false);

@@ -26,7 +26,7 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-# --- bucket callbacks ---
+# --- properties that another thread polls ---
 
 
 def _polled(rank: int, world: int) -> None:

@@ -574,8 +574,7 @@ void Backward::compare_replicas(const StepTable& table) {
   std::string why = reporter_.replicas.compare(table);
   if (why.empty()) return;
   why +=
-      ": load a checkpoint on every rank; if the ranks differ on purpose, use "
-      "replica_check_every=0";
+      ": load a checkpoint on every rank, or use replica_check_every=0 if they differ on purpose";
   if (context_.options.on_divergence == OnDivergence::kRaise) {
     pass_.out_of_step = context_.me() + why;
   } else if (context_.members.rank == 0) {

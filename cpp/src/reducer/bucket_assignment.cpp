@@ -16,8 +16,8 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMebi = int64_t{1} << 20;
 
 // Default bucket sizes. Over a link of 1 Gbit/s between CPUs, a step takes 6 to 12 % longer with
-// buckets of 25 or 40 MiB than with 0.5 to 4 MiB; sizes in this range do not differ
-// (docs/performance.md). On one machine the number of collectives determines the cost.
+// buckets of 25 or 40 MiB than with 0.5 to 4 MiB; sizes in this range do not differ. On one machine
+// the number of collectives determines the cost.
 constexpr int64_t kCpuBytes = 8 * kMebi;
 constexpr int64_t kDeviceElements = 10'000'000;
 constexpr int64_t kFirstBytes = kMebi;

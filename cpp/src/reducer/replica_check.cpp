@@ -94,10 +94,13 @@ std::string ReplicaCheck::locate() {
     text += ", and so do " + std::to_string(found.tensors.size() - 1) + " more of " +
             std::to_string(state_.size()) + " tensors";
   }
-  return text + " (found in backward number " + std::to_string(context_.backward_number) +
-         "). Probable causes are other weights loaded on some ranks, an optimizer step with "
-         "gradients that were not averaged, or a memory error" +
-         note_on_ranks(*context_.members.control());
+  text += " (found in backward number " + std::to_string(context_.backward_number) + ")";
+  if (!warns || reported_ == 1) {  // not again in each warning
+    text +=
+        ", probably because of other weights loaded on some ranks, a step with gradients that were "
+        "not averaged, or a memory error";
+  }
+  return text + note_on_ranks(*context_.members.control());
 }
 
 }  // namespace apex::parallel::detail

@@ -22,10 +22,9 @@ namespace apex::parallel::detail {
 // small step. So over sockets the rows are sent in the last bucket, after its gradients. Each rank
 // writes its row at its own position and zeros at the positions of the others, and the sum over the
 // ranks is the table. Words are sent in pieces of 16 bits, which are exact in float32, even if the
-// sum is divided by the number of ranks. docs/performance.md has the measurement. If the last
-// bucket is not a plain one on the CPU, or the table would be long because there are many ranks,
-// the all-gather is used. On a device the rows of a rank are the same in most steps, so they are
-// copied there once.
+// sum is divided by the number of ranks. If the last bucket is not a plain one on the CPU, or the
+// table would be long because there are many ranks, the all-gather is used. On a device the rows of
+// a rank are the same in most steps, so they are copied there once.
 
 /// Exchanges the step reports of one reducer. Not thread safe.
 class ReportExchange {

@@ -13,8 +13,7 @@ namespace apex::parallel {
 class StepTracker {
  public:
   /// @param all_reported  every step of an optimizer is reported, so that none must be inferred
-  /// from
-  ///                      the parameters.
+  ///                      from the parameters.
   explicit StepTracker(bool all_reported) : all_reported_(all_reported) {}
 
   /// A gradient has arrived, in a backward that is synchronized or not.

@@ -63,8 +63,8 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
     soon as it is complete, while the rest of backward is still running. When ``backward()``
     returns, every ``.grad`` holds the average over all processes. The first backward records the
     order in which gradients arrive and communicates at its end. So does the first backward after
-    parameters were unfrozen, added or replaced. Freeze and
-    unfreeze the same parameters on every process before the same backward.
+    parameters were unfrozen, added or replaced. Freeze and unfreeze the same parameters on every
+    process before the same backward.
 
     A parameter that no process used keeps ``grad=None``. If some processes used it, the others
     contribute zeros to the average. This needs no flag, and the set of used parameters may change
@@ -580,8 +580,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
 
         Each forward and each backward is announced to the others by a small all-reduce, for which
         the host waits. In each step, all processes with data must run the same forwards and
-        backwards. The module's only collectives may be those of SyncBatchNorm over all processes,
-        outside of checkpointed segments.
+        backwards. The module's only collectives may be those of SyncBatchNorm over all processes.
 
         Raises:
             RuntimeError: if nested; with master weights or a dynamic scale of ``apex.amp``; with

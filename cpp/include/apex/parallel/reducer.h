@@ -266,8 +266,8 @@ class APEX_API Reducer {
   /// Collectives in the module's forward or backward (SyncBatchNorm, broadcast buffers) still need
   /// every rank, so such a module must also run on the skipping rank.
   /// @throws Error on a device where ranks do not read each other's reports (without check_steps
-  /// and
-  ///         skip_failed_steps), and while a backward is ending, e.g. from a communication hook.
+  ///         and skip_failed_steps), and while a backward is ending, such as in a communication
+  ///         hook.
   at::Tensor skip_step();
 
   /// Whether the last synchronized backward was skipped, the same on every rank. May be called at

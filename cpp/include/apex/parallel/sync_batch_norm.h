@@ -23,7 +23,8 @@
 /// per-channel tensors may have any of these dtypes and any strides, and their values are computed
 /// in float64. Evaluation, and training of one rank on the CPU, are at::batch_norm.
 ///
-/// Blocking: on CPU the host, until the other ranks have joined; on CUDA only the current stream.
+/// Blocking: on CPU the host, until the other ranks have joined; on CUDA only the current stream,
+/// or in a build without CUDA kernels also the host.
 /// Every function with a process group is collective: each of its ranks calls it, in the same
 /// order. Thread safety: like any torch operator; two calls must not share running statistics.
 /// Supports derivatives of any order, except where at::batch_norm is used in training, whose third
