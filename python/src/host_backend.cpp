@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <apex/distributed/host_backend.h>
-#include <apex/distributed/process_group.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

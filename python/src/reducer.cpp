@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer.h"
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,7 +18,6 @@
 #include <apex/parallel/sharded_optimizer.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "errors.h"
 #include "python_comm_hook.h"
 #include "torch_caster.h"
 

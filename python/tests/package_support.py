@@ -111,25 +111,5 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def require_nvcc(folder: Path, *options: str) -> str:
-    """The nvcc of this machine. Skips the test if there is none, or if it does not work.
-
-    It must compile and link an empty program with these options. It may be older than the options,
-    not support the host's compiler, or have no runtime library.
-    """
-    nvcc = shutil.which(os.environ.get("CUDACXX") or "nvcc")
-    if nvcc is None:
-        pytest.skip("there is no nvcc here: put it on PATH, or set CUDACXX")
-    source = folder / "empty.cu"
-    source.write_text("__global__ void nothing() {}\nint main() { return 0; }\n")
-    command = [nvcc, *options, "-o", str(folder / "empty"), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        said = (done.stderr + done.stdout).strip().splitlines()
-        error = next((line for line in said if "error" in line), *said[:1])
-        pytest.skip(f"{' '.join(command[:-3])} does not compile an empty program: {error}")
-    return nvcc
-
-
 def generator() -> list[str]:
     return ["-G", "Ninja"] if shutil.which("ninja") else []

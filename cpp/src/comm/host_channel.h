@@ -3,7 +3,6 @@
 
 /// Collectives between processes of one host, over shared memory.
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <numeric>
 #include <utility>
 
 #include "comm/host_channel.h"

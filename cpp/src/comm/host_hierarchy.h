@@ -5,7 +5,6 @@
 /// network between hosts.
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 

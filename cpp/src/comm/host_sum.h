@@ -3,7 +3,6 @@
 
 /// Reductions over ranks, directly on their messages.
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 

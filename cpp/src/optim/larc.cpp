@@ -2,7 +2,6 @@
 #include <apex/parallel/larc.h>
 
 #include <cmath>
-#include <cstdint>
 #include <map>
 #include <string>
 #include <tuple>

@@ -2,15 +2,11 @@
 #include "reducer/bucket_steps.h"
 
 #include <algorithm>
-#include <cmath>
-#include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <apex/error.h>
 
 #include "reducer/profiler_range.h"
 #include "tensor_memory.h"

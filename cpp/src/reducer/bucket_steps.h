@@ -5,7 +5,6 @@
 /// holds the reducer's Monitor::Change.
 
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "reducer/backward_pass.h"

@@ -11,7 +11,6 @@
 #include <apex/parallel/reducer.h>
 
 #include "comm/membership.h"
-#include "reducer/averaging.h"
 #include "reducer/monitor.h"
 #include "reducer/parameter_table.h"
 #include "reducer/phase.h"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <exception>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/ivalue.h>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/multi_tensor.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include <ATen/Functions.h>

@@ -3,9 +3,6 @@
 
 /// The start of a synchronized backward, before gradients are computed.
 
-#include <cstdint>
-#include <vector>
-
 #include "reducer/backward.h"
 
 namespace apex::parallel::detail {

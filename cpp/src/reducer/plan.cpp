@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/plan.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "reducer/registered_memory.h"

@@ -5,7 +5,6 @@
 /// calls. docs/design.md gives an overview.
 
 #include <atomic>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>

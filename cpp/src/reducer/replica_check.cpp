@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 
 #include "comm/collectives.h"
+#include "step/replica_digest.h"
 
 namespace apex::parallel::detail {
 

@@ -10,7 +10,6 @@
 #include <apex/parallel/reducer.h>
 
 #include "reducer/context.h"
-#include "step/replica_digest.h"
 #include "step/step_report.h"
 
 namespace apex::parallel::detail {

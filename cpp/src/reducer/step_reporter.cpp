@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/step_reporter.h"
 
-#include <utility>
-
 #include <ATen/Functions.h>
 
 #include <apex/error.h>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/uneven_inputs.h"
 
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -2,7 +2,6 @@
 #include "watch/status_board.h"
 
 #include <cstdlib>
-#include <map>
 #include <utility>
 
 #include "watch/forced_unwind.h"

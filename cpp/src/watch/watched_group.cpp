@@ -5,8 +5,6 @@
 #include <cstdlib>
 #include <utility>
 
-#include <apex/error.h>
-
 #include "comm/by_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"

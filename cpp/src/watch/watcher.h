@@ -4,12 +4,8 @@
 /// Determines why a rank waits in a collective, from other ranks' reports and from the state of
 /// their processes.
 
-#include <chrono>
-#include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

@@ -27,9 +27,6 @@ struct MirrorRules {
   /// until its watchdog has checked them.
   bool holds_what_it_had = false;
   std::shared_ptr<std::vector<std::string>> issued = {};  ///< receives the name of each collective
-  /// If set and true, collectives are aborted: they end without an error, and deliver what is left
-  /// of earlier ones, as NCCL's do.
-  std::shared_ptr<bool> aborted = {};
 };
 c10::intrusive_ptr<c10d::ProcessGroup> make_mirror_group(int world_size, const std::string& name,
                                                          const MirrorRules& rules = {});

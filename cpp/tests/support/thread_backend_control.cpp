@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -89,7 +88,7 @@ struct ThreadBackendControl::State {
   std::vector<std::vector<CollectiveRecord>> logs;
   std::vector<bool> left;
   std::map<uint64_t, std::shared_ptr<Collective>> collectives;
-  std::set<uint64_t> held, released;
+  std::set<uint64_t> released;
   bool holds_all = false;
   std::map<uint64_t, std::string> failures;
   std::map<std::pair<uint64_t, int>, std::string> issue_failures;
@@ -110,9 +109,7 @@ struct ThreadBackendControl::State {
     return slot;
   }
 
-  bool is_held(uint64_t seq) const {
-    return !released.count(seq) && (holds_all || held.count(seq));
-  }
+  bool is_held(uint64_t seq) const { return holds_all && !released.count(seq); }
 
   // Schedules the collective if it has failed, or if all ranks have arrived and nothing holds it.
   void schedule(uint64_t seq) {
@@ -145,16 +142,6 @@ struct ThreadBackendControl::State {
                                  std::to_string(rank) + " ended after " +
                                  std::to_string(logs[rank].size()) + " collectives");
       }
-    }
-  }
-
-  void wait_for(const char* what, uint64_t seq, const std::function<bool()>& done) {
-    std::unique_lock<std::mutex> lock(mutex);
-    if (!changed.wait_for(lock, timeout, done)) {
-      std::ostringstream text;
-      text << "collective " << seq << " was not " << what << " by every rank within "
-           << timeout.count() << " ms";
-      throw std::runtime_error(text.str());
     }
   }
 
@@ -232,12 +219,6 @@ int ThreadBackendControl::world_size() const { return state_->world_size; }
 
 std::chrono::milliseconds ThreadBackendControl::timeout() const { return state_->timeout; }
 
-void ThreadBackendControl::hold(uint64_t seq) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->released.erase(seq);
-  state_->held.insert(seq);
-}
-
 void ThreadBackendControl::hold_all() {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->holds_all = true;
@@ -245,20 +226,8 @@ void ThreadBackendControl::hold_all() {
 
 void ThreadBackendControl::release(uint64_t seq) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->held.erase(seq);
   state_->released.insert(seq);
   state_->schedule(seq);
-}
-
-void ThreadBackendControl::release_all() {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->held.clear();
-  state_->holds_all = false;
-  for (const auto& entry : state_->collectives) {
-    if (!entry.second->finished && !entry.second->error) {
-      state_->schedule(entry.first);
-    }
-  }
 }
 
 void ThreadBackendControl::fail(uint64_t seq, const std::string& message) {
@@ -340,17 +309,15 @@ std::vector<uint64_t> ThreadBackendControl::completed() const {
 }
 
 void ThreadBackendControl::wait_until_issued(uint64_t seq) {
-  state_->wait_for("issued", seq, [&] {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  const auto issued = [&] {
     return std::all_of(state_->logs.begin(), state_->logs.end(),
                        [&](const auto& log) { return log.size() > seq; });
-  });
-}
-
-void ThreadBackendControl::wait_until_completed(uint64_t seq) {
-  state_->wait_for("completed", seq, [&] {
-    const auto found = state_->collectives.find(seq);
-    return found != state_->collectives.end() && found->second->finished;
-  });
+  };
+  if (!state_->changed.wait_for(lock, state_->timeout, issued))
+    throw std::runtime_error("collective " + std::to_string(seq) +
+                             " was not issued by every rank within " +
+                             std::to_string(state_->timeout.count()) + " ms");
 }
 
 c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(int rank, c10d::OpType type,

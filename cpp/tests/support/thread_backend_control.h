@@ -64,15 +64,11 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
 
   // --- delays ---
 
-  /// Collective `seq` does not run before release(seq), even if every rank has issued it.
-  void hold(uint64_t seq);
-  /// Holds everything from now on.
+  /// From now on, collective `seq` does not run before release(seq), even if every rank has issued
+  /// it.
   void hold_all();
-  /// Runs collective `seq` once all ranks have issued it, whatever holds it. Releasing 1 before 0
-  /// completes 1 first.
+  /// Runs collective `seq` once all ranks have issued it. Releasing 1 before 0 completes 1 first.
   void release(uint64_t seq);
-  /// Runs everything, now and in future.
-  void release_all();
 
   // --- faults ---
 
@@ -108,8 +104,6 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
   std::vector<uint64_t> completed() const;
   /// Blocks until every rank has issued collective `seq`; throws after the timeout.
   void wait_until_issued(uint64_t seq);
-  /// Blocks until collective `seq` is complete on all ranks; throws after the timeout.
-  void wait_until_completed(uint64_t seq);
 
   // --- for ThreadBackend ---
 

@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,8 +13,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <support/test_seed.h>
-
-#include <apex/error.h>
 
 namespace apex::parallel::detail {
 namespace {

@@ -15,10 +15,8 @@
 #include <cfenv>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>

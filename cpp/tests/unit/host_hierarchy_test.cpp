@@ -25,7 +25,6 @@
 #include <support/host_messages.h>
 
 #include "comm/collectives.h"
-#include "comm/host_topology.h"
 #include "distributed/backends.h"
 #include "transport/separate_group.h"
 #include "watch/process_state.h"
@@ -81,7 +80,7 @@ class Folder {
 /// A group as a script creates it, over Gloo and a store in `file`.
 GroupPtr make_group(int rank, int size, const fs::path& file, milliseconds timeout) {
   distributed::BackendRequest request;
-  const auto store = c10::make_intrusive<testing::Counting<c10d::FileStore>>(file.string(), size);
+  const auto store = c10::make_intrusive<testing::CountingStore>(file.string(), size);
   request.store = store;
   request.rank = rank;
   request.size = size;
@@ -501,7 +500,7 @@ int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
   expect_done(run(places, [&](Rank& self) {
     const auto size = static_cast<int>(places.size());
     const auto group = make_group(self.rank, size, self.folder / "counted", seconds(30));
-    const auto& store = dynamic_cast<testing::Counting<c10d::FileStore>&>(*group->getStore());
+    const auto& store = dynamic_cast<testing::CountingStore&>(*group->getStore());
     const int64_t before = store.requests();
     issue_all_reduce("a comparison of models", *group, at::ones({1}))->wait();
     remember_processes(*group);

@@ -9,9 +9,6 @@
 #include <support/host_threads.h>
 #include <support/thread_backend.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>

@@ -4,7 +4,6 @@
 #include <functional>
 #include <limits>
 #include <stdexcept>
-#include <string>
 
 #include <ATen/ATen.h>
 

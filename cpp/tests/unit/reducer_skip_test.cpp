@@ -8,7 +8,6 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/reducer.h>
 #include <support/reducer_steps.h>

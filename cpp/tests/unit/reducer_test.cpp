@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <functional>
-#include <mutex>
 #include <set>
 #include <string>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <apex/error.h>
 #include <apex/parallel/reducer.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>

@@ -4,7 +4,6 @@
 #include "watch/stall.h"
 
 #include <apex/parallel/stall_report.h>
-#include <support/counting_store.h>
 #include <support/stored_group.h>
 
 #include <atomic>

@@ -4,7 +4,6 @@
 #include <array>
 #include <map>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
