@@ -343,8 +343,9 @@ def _raises(rank: int, world: int, how: str, channel: str) -> None:
                 call()
 
 
-@pytest.mark.parametrize("channel", ["1", "0"])
-@pytest.mark.parametrize("how", ["step", "closure", "interrupt"])
+@pytest.mark.parametrize(
+    ("how", "channel"), [("step", "1"), ("closure", "1"), ("interrupt", "1"), ("step", "0")]
+)
 def test_sharded_optimizer_step_that_raises_on_one_rank_fails_the_group(
     ranks: RankPool, how: str, channel: str
 ) -> None:
