@@ -2,7 +2,6 @@
 #include "reducer/finite_check.h"
 
 #include <cmath>
-#include <limits>
 
 #include <ATen/Functions.h>
 
@@ -41,8 +40,7 @@ void FiniteCheck::look(const BucketMessage& message) {
     }
   }
   if (values.empty()) return;
-  on_device_.emplace_back(std::move(parameters),
-                          at::stack(norms_of(values, std::numeric_limits<double>::infinity())));
+  on_device_.emplace_back(std::move(parameters), at::stack(max_norms_of(values)));
 }
 
 int64_t FiniteCheck::first() {

@@ -2,6 +2,7 @@
 #include "reducer/multi_tensor.h"
 
 #include <cstring>
+#include <limits>
 
 #include <ATen/Functions.h>
 
@@ -77,11 +78,11 @@ at::Tensor flat_alias(const at::Tensor& tensor) {
   return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat;
 }
 
-std::vector<at::Tensor> norms_of(std::vector<at::Tensor> values, double order) {
+std::vector<at::Tensor> max_norms_of(std::vector<at::Tensor> values) {
   for (at::Tensor& one : values) {
     if (one.is_complex()) one = at::view_as_real(one.resolve_conj());
   }
-  return at::_foreach_norm(values, order, at::kDouble);
+  return at::_foreach_norm(values, std::numeric_limits<double>::infinity(), at::kDouble);
 }
 
 }  // namespace apex::parallel

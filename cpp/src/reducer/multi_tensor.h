@@ -18,9 +18,9 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
 /// tensors of the same dtype and layout, without gaps. Otherwise does nothing and returns false.
 bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale);
 
-/// The norm of each tensor on its device, in float64, by torch's operator. Does not block the host.
-/// @param order  of all real numbers in the tensor: 2, or infinity for the largest magnitude.
-std::vector<at::Tensor> norms_of(std::vector<at::Tensor> values, double order = 2);
+/// The largest magnitude of all real numbers in each tensor, on its device, in float64. Does not
+/// block the host.
+std::vector<at::Tensor> max_norms_of(std::vector<at::Tensor> values);
 
 /// The memory of a non-overlapping and dense tensor as a contiguous 1-D alias, real-valued (a
 /// complex tensor of n elements gives 2n).

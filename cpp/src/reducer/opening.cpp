@@ -2,7 +2,6 @@
 #include "reducer/opening.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -43,7 +42,7 @@ void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& 
       std::any_of(values.begin(), values.end(), [](auto& one) { return one.is_cuda(); });
   const bool captured = on_gpu && distributed::is_capturing();
   std::vector<at::Tensor> norms;
-  if (!captured) norms = norms_of(values, std::numeric_limits<double>::infinity());
+  if (!captured) norms = max_norms_of(values);
   for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
   const at::Tensor largest = captured ? at::Tensor() : at::stack(norms).cpu();
   for (size_t i = 0; i < kept.size(); ++i) {
