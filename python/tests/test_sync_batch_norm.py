@@ -41,6 +41,10 @@ def _reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return reference_batch_norm(x, None, weight, bias, eps, False, False)[0]
 
 
+def _torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+
+
 # Planes shorter than a vector, not a multiple of one, and longer than a chunk; odd channel counts.
 SHAPES = [
     (4, 3, 1),
@@ -78,6 +82,23 @@ def test_operator_matches_float64(shape: tuple, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_operator_terms_of_a_gradient_that_cancel_are_not_rounded(dtype: torch.dtype) -> None:
+    """A gradient that is nearly a multiple of the input: the oracle is torch's own layer beside
+    float64."""
+    x = torch.randn(16, 4, 4, 4) * 1e-2
+    dy = (4e3 * x + torch.randn_like(x)).to(dtype)
+    weight, bias = torch.full([4], 4.0), torch.zeros(4)
+    grads = []
+    for cast, layer in ((dtype, _normalize), (dtype, _torch), (torch.float64, _reference)):
+        leaf = x.to(dtype).to(cast).requires_grad_()
+        parameters = [p if cast == dtype else p.double() for p in (weight, bias)]
+        grads += torch.autograd.grad(layer(leaf, *parameters, 1e-5), leaf, dy.to(cast))
+    ours, torchs = ((grad.double() - grads[2]).abs().max() for grad in grads[:2])
+    assert ours <= 2 * torchs
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.25])

@@ -120,9 +120,9 @@ Statistics merge(const at::Tensor& records, int64_t channels) {
   return all;
 }
 
-/// With fewer than two values neither running statistic changes.
-void update_running(const ForwardArguments& a, const Statistics& all, const at::Tensor& mean,
-                    const at::Tensor& var) {
+/// With fewer than two values neither running statistic changes. Each is rounded once, so its bits
+/// are the same on ranks whose inputs have different dtypes.
+void update_running(const ForwardArguments& a, const Statistics& all) {
   if (present(a.num_batches_tracked)) a.num_batches_tracked->add_(1);
   if (all.count <= 1) return;
   double factor = a.momentum.value_or(0);
@@ -132,8 +132,8 @@ void update_running(const ForwardArguments& a, const Statistics& all, const at::
   const auto update = [&](const OptionalTensor& running, const at::Tensor& value) {
     if (present(running)) running->lerp_(value.to(running->options()), factor);
   };
-  update(a.running_mean, mean);
-  update(a.running_var, var * (all.count / (all.count - 1)));
+  update(a.running_mean, all.mean);
+  update(a.running_var, all.var * (all.count / (all.count - 1)));
 }
 
 }  // namespace
@@ -149,7 +149,7 @@ ForwardResult forward_composed(const ForwardArguments& a) {
   const Statistics all = merge(records.cpu(), channels);
   check_more_than_one_value(a.input, static_cast<int64_t>(all.count));
   const at::Tensor mean = computed(all.mean, x), var = computed(all.var, x);
-  update_running(a, all, mean, var);
+  update_running(a, all);
   const at::Tensor output = x.numel() == 0
                                 ? at::empty_like(x)
                                 : flat.restore(normalize(flat(x), computed(a.weight, x),
@@ -190,14 +190,16 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   if (peers) all_reduce(peers, means, Direction::kBackward, channels);
   if (empty) return {at::empty_like(x), dweight, dbias};
   means = computed(means.div_(a.count.clamp_min(1)), x);
-  // dx = scale * (dy - mean(dy)) - scale * xhat * mean(dy * xhat)
+  // dx = scale * (dy - mean(dy)) - scale * xhat * mean(dy * xhat). The terms may cancel, so they
+  // are not rounded to 16 bits.
   const at::Tensor scale = invstd * weight, mean_dy = means.narrow(0, 0, channels),
                    of_x = means.narrow(0, channels, channels) * invstd.square() * scale;
   const at::Tensor dx = at::empty_like(flat(x));
   flat.for_each_part({flat(x), dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
     at::Tensor result = part[2];
-    at::sub_out(result, normalize(part[1], scale, {}, mean_dy, ones, /*eps=*/0),
-                normalize(part[0], of_x, {}, mean, ones, /*eps=*/0));
+    const auto wide = [&](size_t t) { return part[t].to(computing(x)); };
+    at::sub_out(result, normalize(wide(1), scale, {}, mean_dy, ones, /*eps=*/0),
+                normalize(wide(0), of_x, {}, mean, ones, /*eps=*/0));
   });
   return {flat.restore(dx), dweight, dbias};
 }
