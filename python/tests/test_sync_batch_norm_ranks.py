@@ -35,6 +35,22 @@ def test_sync_batch_norm_random_cases_match_one_process(world_size: int) -> None
     run_ranks(world_size, check_random_cases, fresh_seed(), 40)
 
 
+def _mixed_dtypes(rank: int, world_size: int) -> None:
+    for statistics in (torch.float32, torch.float64):
+        layer = SyncBatchNorm(16).to(statistics)
+        torch.manual_seed(rank)
+        for _ in range(10):
+            layer(torch.randn(3, 16, 5, dtype=torch.float64 if rank == 0 else torch.float32))
+        for buffer in (layer.running_mean, layer.running_var):
+            gathered = [torch.empty_like(buffer) for _ in range(world_size)]
+            dist.all_gather(gathered, buffer)
+            assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def test_running_statistics_have_the_same_bits_where_dtypes_of_inputs_differ() -> None:
+    run_ranks(2, _mixed_dtypes)
+
+
 def _modes_body(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     batch = torch.randn(4, 5, 3, 2, 3)  # steps, whole batch, channels, height, width
