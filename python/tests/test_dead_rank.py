@@ -116,8 +116,13 @@ def test_rank_ends_it_is_named_before_the_others_are_killed(
 ) -> None:
     end = "raises" if place in ("batch norm", "loader") else "killed"
     channel = "0" if place in ("backward", "batch norm") else "1"
-    text = _output(launcher, 2, place, channel, end, tmp_path)
-    assert named(text, 2) == 1, text
+    # A launcher looks for ended ranks every 100 ms, and so may end the others at once: one such run
+    # is not a fault, five in a row are.
+    for _ in range(5):
+        text = _output(launcher, 2, place, channel, end, tmp_path)
+        if named(text, 2) == 1:
+            return
+    pytest.fail(f"no rank was named in five runs; the last one:\n{text}")
 
 
 @pytest.mark.processes
