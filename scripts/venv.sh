@@ -183,7 +183,7 @@ apex_install_package() {
     apex_error "there is no C++ compiler here: install one (Debian and Ubuntu: g++), or set CXX." ||
     return 1
   jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}
-  echo "building and installing apex-parallel into $dir ($jobs at a time; about five minutes of processor time)"
+  echo "building and installing apex-parallel into $dir ($jobs at a time; about two minutes of processor time)"
   rm -f "$stamp_file"
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     # ccache needs this for precompiled headers, see its manual.
