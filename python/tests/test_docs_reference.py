@@ -58,7 +58,7 @@ def test_options_of_the_wrapper_are_explained_with_their_defaults() -> None:
 
 
 def test_environment_variables_are_listed() -> None:
-    page = (DOCS / "options.md").read_text()
+    page = (DOCS / "api.md").read_text()
     text = "".join(path.read_text() for path in (ROOT / "cpp" / "src").rglob("*.cpp"))
     read = set(re.findall(r'(?:getenv|process_environment)\("(\w+)"\)', text))
     assert "APEX_HOST_CHANNEL" in read

@@ -79,7 +79,7 @@ def test_docs_python_block_runs(code: str, tmp_path: Path) -> None:
 def test_docs_blocks_are_found() -> None:
     pages = {str(block.id).partition(":")[0] for block in blocks()}
     assert len(blocks()) >= 30
-    assert {"README.md", "docs/quickstart.md", "docs/amp.md", "docs/howto/accumulation.md"} <= pages
+    assert {"README.md", "docs/quickstart.md", "docs/amp.md", "docs/training_loops.md"} <= pages
 
 
 def anchors(page: Path) -> set[str]:

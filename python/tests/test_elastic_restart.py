@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun restarts a job after a worker was killed, as in docs/howto/elastic.md.
+"""torchrun restarts a job after a worker was killed, as in docs/checkpoints.md.
 
 The reference is the same program in two processes without a fault or launcher. The job must end
 with the same bits.
@@ -39,7 +39,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {
         **os.environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/howto/elastic.md explains why
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/checkpoints.md explains why
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",

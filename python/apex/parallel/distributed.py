@@ -480,7 +480,7 @@ class DistributedDataParallel(_torch_names.TorchNames, nn.Module, DataParallelWr
 
     @untraced
     def skip_step(self) -> torch.Tensor:
-        """Skips this step on all processes together; see ``docs/howto/skipped_steps.md``.
+        """Skips this step on all processes together; see ``docs/training_loops.md``.
 
         Use it for a non-finite loss, a batch without a valid sample, or a forward that ran out of
         memory. Any process may call it before its backward, or in a hook during backward. The next
