@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of docs/mistakes.md, part of which is in README: two ranks over Gloo, with both wrappers.
+"""The table of docs/mistakes.md: two ranks over Gloo, with both wrappers.
 
 Two rows are tested elsewhere: a rank that is late in test_stalls, batches of different sizes
 in test_ddp_weighted.
@@ -218,7 +218,8 @@ OTHERS = (
 
 
 def test_table_has_a_row_for_every_mistake_that_is_tested() -> None:
-    table = re.search(r"^\| mistake.*?(?=\n\n)", (ROOT / "docs/mistakes.md").read_text(), re.M | re.S)
+    page = (ROOT / "docs/mistakes.md").read_text()
+    table = re.search(r"^\| mistake.*?(?=\n\n)", page, re.M | re.S)
     assert table is not None
     found = [row.split(" | ")[0] for row in table[0].splitlines()[2:]]
     assert len(found) == len(SILENT + OTHERS)
