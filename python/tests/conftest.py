@@ -40,21 +40,21 @@ QUICK = (
 
 #: The slowest files, which start first, so that no worker is alone with one of them at the end.
 SLOWEST = (
-    "test_examples",
-    "test_sharded_optimizer",
-    "test_ddp_gradients",
-    "test_amp_sequences",
-    "test_static_analysis",
-    "test_ddp_compile",
-    "test_multiproc",
-    "test_campaign",
-    "test_ddp_skip",
-    "test_sync_batch_norm",
+    "test_dead_rank",
     "test_host_backend",
-    "test_amp_accumulation",
-    "test_ddp_checkpointing",
-    "test_several_hosts",
-    "test_ddp_several",
+    "test_static_analysis",
+    "test_sharded_optimizer",
+    "test_package_wheel",
+    "test_stalls",
+    "test_ddp_gradients",
+    "test_multiproc",
+    "test_ddp_compile",
+    "test_ranks_apart",
+    "test_ddp_skip",
+    "test_amp_master_weights",
+    "test_elastic_restart",
+    "test_examples",
+    "test_ddp_programs",
 )
 
 

@@ -56,7 +56,6 @@ def batches(first: int, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", batches(FIRST_SEED, CASES), ids=lambda s: f"world{world_of(s[0])}-seeds{s[0]}to{s[-1]}"
 )

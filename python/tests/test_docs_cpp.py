@@ -25,6 +25,8 @@ INCLUDE = ROOT / "cpp" / "include"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADERS = sorted(INCLUDE.rglob("*.h"))
 TORCH = Path(torch.__file__).parent / "include"
+pytestmark = pytest.mark.nightly
+
 DECLARATIONS = re.compile(r"\A(#include.*\n|\s)*(struct |class |namespace |template )")
 
 

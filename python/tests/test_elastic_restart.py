@@ -17,7 +17,7 @@ import pytest
 import torch
 from ddp_support import RankPool
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 PROGRAM = Path(elastic_program.__file__)
 KILLED_AT = 5
 

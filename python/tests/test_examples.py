@@ -100,7 +100,13 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("script", "arguments", "two_ranks", "loss", "final"), SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "arguments", "two_ranks", "loss", "final"),
+    [
+        pytest.param(*row, marks=[] if row[0].startswith("snippets") else pytest.mark.nightly)
+        for row in SCRIPTS
+    ],
+)
 def test_script_trains(
     script: str, arguments: str, two_ranks: str | None, loss: float | None, final: str | None,
     ranks: int, tmp_path: Path,
@@ -117,10 +123,12 @@ def test_script_trains(
         assert found[-1] < loss and sorted(found, reverse=True) == found
 
 
+@pytest.mark.nightly
 def test_tutorial_step_1_trains(tmp_path: Path) -> None:
     assert losses(train("tutorial/mnist.py", tmp_path, "--data=digits"))[-1] < 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_a_script(launcher: str, tmp_path: Path) -> None:
     command = [*LAUNCHERS[launcher], str(EXAMPLES / "snippets/simple_ddp_amp.py"), "--epochs=1"]
@@ -132,6 +140,7 @@ def test_every_launcher_starts_a_script(launcher: str, tmp_path: Path) -> None:
     assert losses(done.stdout) == pytest.approx([1.7273], rel=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
@@ -167,7 +176,6 @@ def same_bits(one: object, other: object) -> bool:
 # --- mnist ---
 
 
-@pytest.mark.slow
 def test_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     """As the README says: bitwise equal parameters, losses up to rounding, and the same bits after
     a resume."""
@@ -191,6 +199,7 @@ def test_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
 # --- the notebook ---
 
 
+@pytest.mark.nightly
 def test_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook" / "two_ranks.ipynb").read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

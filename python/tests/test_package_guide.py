@@ -12,7 +12,7 @@ from package_support import CMAKE, ROOT, cmake, generator, torchrun
 
 pytestmark = [
     pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH"),
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.processes,
 ]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}

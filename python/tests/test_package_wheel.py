@@ -148,7 +148,6 @@ def test_wheel_with_another_libtorch_refused_with_both_versions(
     assert "holds 2.99.0+cpu: rebuild apex, or pass -DLibtorch_ROOT=" in message
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_path: Path) -> None:
     """README contains the program. Its project file is the C++ guide's."""

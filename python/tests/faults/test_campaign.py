@@ -7,7 +7,7 @@ import pytest
 from campaign import complaints, run
 from cases import GOOD, Case, cases
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 # Each moment once, and each fault where it differs most from the other ranks' operation.
 CHOSEN = [
