@@ -350,8 +350,8 @@ def test_sharded_optimizer_step_that_raises_on_one_rank_fails_the_group(
     ranks: RankPool, how: str, channel: str
 ) -> None:
     ranks.run(3, _raises, how, channel)
-    # Another number of ranks makes the pool create a new group. All ranks take part, because the end
-    # of the old one waits for peers that have not left it.
+    # Another number of ranks makes the pool create a new group. All ranks take part, because the
+    # end of the old one waits for peers that have not left it.
     ranks.run(4, _nothing)
 
 
