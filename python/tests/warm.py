@@ -35,7 +35,7 @@ from typing import Any
 
 from ddp_support import PRELOADED
 
-from apex.parallel import multiproc
+from apex.parallel import _multiproc_child
 
 
 def run_script(
@@ -117,19 +117,14 @@ def run_script_on_ranks(
         subprocess.TimeoutExpired: they were killed after the timeout.
     """
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
-    takes = multiproc.options_taken(Path(script))
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         mine = {**env, **{name: str(number) for name, number in place.items()}}
-        more = [
-            part
-            for option in multiproc.appended(takes, arguments)
-            for part in (option, mine[multiproc.RANK_OPTIONS[option]])
-        ]
         log = cwd / f"rank_{rank}.log"
         files = (out, err) if rank == 0 else (log, log)
-        processes.append(_start(script, (*arguments, *more), cwd, mine, *files))
+        child = (_multiproc_child.__file__, (str(script), *arguments))
+        processes.append(_start(*child, cwd, mine, *files))
     return _finish(processes, [str(script), *arguments], out, err, timeout_s)
 
 
