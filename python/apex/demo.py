@@ -7,6 +7,7 @@ when rank 1 is late, and when it is killed.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import signal
@@ -80,6 +81,8 @@ def _run(rank: int, store: str) -> None:
 
 
 def main() -> int:
+    """Run the demo and return the exit code."""
+    argparse.ArgumentParser("python -m apex.demo", description=__doc__).parse_args()
     os.environ["APEX_STALL_SECONDS"] = str(STALL_S)
     print("apex.demo: what one of two processes that train on this host reports", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ or the two processes fail.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,8 @@ from apex.parallel import SyncBatchNorm
 
 #: Largest error by dtype, relative to the largest value of a result: a few roundings of the dtype.
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
-_EPS, _MOMENTUM = 1e-5, 0.1
-_TIMEOUT_S = 60.0
-_SMALL, _LARGE = 4 << 10, 32 << 20  # bytes of the measured all-reduces
-_GIB = 1 << 30
+_EPS, _MOMENTUM, _TIMEOUT_S = 1e-5, 0.1, 60.0
+_SMALL, _LARGE, _GIB = 4 << 10, 32 << 20, 1 << 30  # bytes; the first two are all-reduced
 
 
 @dataclass
@@ -236,8 +235,9 @@ def measure(host: Host) -> None:
             host.shares_memory = shares
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report and return the exit code."""
+    argparse.ArgumentParser("apex-doctor", description=__doc__).parse_args(arguments)
     host = look()
     for name in ("cpu", "cuda:0") if host.gpus else ("cpu",):
         host.batch_norm.update(check_batch_norm(torch.device(name)))

@@ -37,6 +37,15 @@ def test_a_report_on_this_host(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("module", ["apex.doctor", "apex.demo"])
+def test_help_is_printed_and_nothing_runs(module: str) -> None:
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ") and "processes" in done.stdout
+    assert "apex.demo: what one" not in done.stdout and "apex.doctor on" not in done.stdout
+
+
 def test_nothing_is_recommended_for_a_sound_host() -> None:
     assert list(doctor.recommend(SOUND)) == []
     assert list(doctor.describe(SOUND))[-1] == "nothing to change"
@@ -64,7 +73,7 @@ def test_wrong_batch_norm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.SyncBatchNorm, "forward", lambda self, x: x * self.weight.mean() + self.bias.mean()
     )
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
 
 
 def test_failing_processes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
