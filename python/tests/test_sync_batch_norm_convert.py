@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""convert_syncbn_model and revert_syncbn_model keep all state and structure."""
+"""convert_syncbn_model keeps all state and structure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apex.parallel import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
+from apex.parallel import SyncBatchNorm, convert_syncbn_model
 
 
 class Block(nn.Module):
@@ -101,7 +101,6 @@ def test_convert_batch_norm_without_bias_keeps_it_so() -> None:
     y.exp().sum().backward()
     want.exp().sum().backward()
     torch.testing.assert_close(module.weight.grad, twin.weight.grad)
-    assert revert_syncbn_model(module).bias is None
 
 
 def test_convert_torch_sync_batch_norm_is_converted() -> None:
@@ -130,8 +129,8 @@ def test_convert_derived_class_stays_with_one_warning() -> None:
     assert f"module '1.0' and 1 more ({name}) was not converted" in message
     assert caught[0].filename == __file__
     assert type(model[0]) is SyncBatchNorm and type(model[1][1]) is SyncBatchNorm
-    revert_syncbn_model(model)
-    assert (model[1][0], model[2]) == kept and type(model[0]) is nn.BatchNorm2d
+    assert (model[1][0], model[2]) == kept
+    model[0] = nn.BatchNorm2d(4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="'1.0'"):
@@ -142,34 +141,6 @@ def test_convert_derived_class_stays_with_one_warning() -> None:
 def test_convert_lazy_batch_norm_is_refused() -> None:
     with pytest.raises(TypeError, match="LazyBatchNorm2d"):
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
-
-
-def test_revert_restores_classes_and_output() -> None:
-    model = convert_syncbn_model(Block(), channel_last=True)
-    weight = model.bn.weight
-    revert_syncbn_model(model)
-    assert type(model.bn) is nn.BatchNorm2d and model.again is model.bn
-    assert type(model.parts[0][0]) is nn.BatchNorm1d and type(model.parts[1]) is nn.BatchNorm3d
-    assert model.bn.weight is weight
-    assert set(model.bn.__dict__) == set(nn.BatchNorm2d(4).__dict__)
-    with pytest.raises(ValueError, match="expected 4D input"):
-        model.bn(torch.randn(2, 4, 3))
-
-
-def test_revert_module_built_directly_takes_any_rank() -> None:
-    module = SyncBatchNorm(4)
-    plain = revert_syncbn_model(module)
-    assert not isinstance(plain, SyncBatchNorm)
-    for shape in [(3, 4), (3, 4, 2), (3, 4, 2, 2, 2)]:
-        x = torch.randn(shape)
-        torch.testing.assert_close(plain(x), SyncBatchNorm(4)(x))
-
-
-def test_revert_what_plain_batch_norm_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="'0' fuses a ReLU"):
-        revert_syncbn_model(nn.Sequential(SyncBatchNorm(4, fuse_relu=True)))
-    with pytest.raises(ValueError, match="channel_last"):
-        revert_syncbn_model(nn.Sequential(SyncBatchNorm(4, channel_last=True)))
 
 
 def test_convert_state_dict_hook_sees_the_new_module() -> None:
@@ -206,7 +177,7 @@ def _of_a_strange_group() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (_with_forward, TypeError, "forward of module '1.0' was replaced .* Convert first"),
+        (_with_forward, TypeError, "module '1.0' has a forward that was replaced .* Convert first"),
         (_compiled_in_place, TypeError, "'1.0' is compiled, .* Convert first"),
         (lambda: torch.compile(nn.BatchNorm2d(4), backend="eager"), TypeError,
          "'1.0' is compiled, .* Convert first"),
@@ -238,14 +209,6 @@ def test_convert_to_a_strange_group_leaves_the_model_untouched() -> None:
         with pytest.raises(ValueError, match="not a member"):
             convert_syncbn_model(model, dist.GroupMember.NON_GROUP_MEMBER, channel_last=True)
         assert type(model[0]) is kind and not getattr(model[0], "channel_last", False)
-
-
-def test_revert_of_a_replaced_forward_is_refused() -> None:
-    model = nn.Sequential(SyncBatchNorm(4), SyncBatchNorm(4))
-    model[1].forward = types.MethodType(lambda self, x: x, model[1])
-    with pytest.raises(TypeError, match="forward of"):
-        revert_syncbn_model(model)
-    assert type(model[0]) is SyncBatchNorm
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -14,7 +14,6 @@ from apex.parallel.sync_batchnorm import SyncBatchNorm
 from apex.parallel.syncbn_convert import (
     convert_syncbn_model,
     create_syncbn_process_group,
-    revert_syncbn_model,
 )
 
 __all__ = [
@@ -26,6 +25,5 @@ __all__ = [
     "convert_syncbn_model",
     "create_syncbn_process_group",
     "flat_dist_call",
-    "revert_syncbn_model",
     "stall_report",
 ]

@@ -68,8 +68,6 @@ class SyncBatchNorm(_BatchNorm):
 
     #: The layer's name in the model, for errors; the same on all ranks.
     _layer_name = ""
-    #: The class that the layer was converted from, if any.
-    _converted_from: type[torch.nn.Module]
 
     def __init__(
         self,
