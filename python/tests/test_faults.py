@@ -20,7 +20,7 @@ from ddp_support import RankPool, check, raises
 from striking_store import StrikingStore
 from torch import nn
 
-from apex._internal.groups import group_like, split, world_group
+from apex._internal.groups import group_like, split_world, world_group
 from apex.parallel import DistributedDataParallel, convert_syncbn_model, syncbn_group
 
 pytestmark = pytest.mark.processes
@@ -79,7 +79,7 @@ def _first_forward() -> None:
 def _split() -> None:
     if dist.get_rank() == CULPRIT:
         _die()
-    split(world_group(), [[0, 1], [2]], "group_size", "group_size=0")
+    split_world([[0, 1], [2]])
 
 
 def _like() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from apex._internal.untraced import outside_traces
+
 # The registered name of each group. Weak, so that this table does not keep a group alive.
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
@@ -30,13 +32,8 @@ def name_of(group: dist.ProcessGroup) -> str:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return group.group_name if type(group) is dist.ProcessGroup else register(group)
-    jit: Any = torch._C
-    tracing = jit._get_tracing_state()
-    jit._set_tracing_state(None)  # torch.jit.trace cannot record a group as a value
-    try:
+    with outside_traces():  # torch.jit.trace cannot record a group as a value
         registered: str = torch.ops.apex.process_group_name(group.boxed())
-    finally:
-        jit._set_tracing_state(tracing)
     _names[group] = registered
     return registered
 

@@ -16,6 +16,7 @@ import torch.distributed.nn.functional as dist_functional
 
 from apex import _core
 from apex._internal.group_names import name_of
+from apex._internal.untraced import outside_traces
 
 
 def world_group() -> dist.ProcessGroup:
@@ -55,10 +56,9 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     if not dist.is_initialized():
         raise RuntimeError(
             f"{who} needs a process group: call torch.distributed.init_process_group() first "
-            "(scripts started by torchrun or apex.parallel.multiproc need no arguments but the "
-            "backend; a single process may use "
-            'init_process_group("gloo", init_method="tcp://localhost:29500", rank=0, '
-            "world_size=1))."
+            "(without arguments but the backend under torchrun or apex.parallel.multiproc; a "
+            'single process may use init_process_group("gloo", init_method='
+            '"tcp://localhost:29500", rank=0, world_size=1)).'
         )
     if process_group is None:
         return world_group()
@@ -128,10 +128,6 @@ def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
     return device if backend.supports_splitting else None
 
 
-#: The dispatch keys outside of traces, transforms and modes. A group may be created inside of them.
-_PLAIN = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
 def _meet(group: dist.ProcessGroup, device: torch.device | None) -> list[int]:
     """Prepare the creation of a group by the ranks of ``group``. Return the number of groups of
     which each rank is a member.
@@ -139,76 +135,55 @@ def _meet(group: dist.ProcessGroup, device: torch.device | None) -> list[int]:
     Raises for a lost rank. torch would wait for it in its store until the timeout, and not name it.
     Blocks the host until ``device`` is idle, before its communicator is split.
     """
-    jit: Any = torch._C
-    tracing = jit._get_tracing_state()
-    jit._set_tracing_state(None)
-    try:
-        with torch._C._ForceDispatchKeyGuard(*_PLAIN):
-            counts = torch.zeros(
-                group.size(),
-                dtype=torch.int64,
-                device=dist.distributed_c10d._get_object_coll_device(group),
-            )
-            counts[group.rank()] = len(dist.distributed_c10d._world.pg_names)
-            _core.all_reduce(counts, name_of(group), average=False)
-    finally:
-        jit._set_tracing_state(tracing)
+    with outside_traces():
+        place = dist.distributed_c10d._get_object_coll_device(group)
+        counts = torch.zeros(group.size(), dtype=torch.int64, device=place)
+        counts[group.rank()] = len(dist.distributed_c10d._world.pg_names)
+        _core.all_reduce(counts, name_of(group), average=False)
     if device is not None:
         torch.accelerator.synchronize(device)
     return list(counts.tolist())
 
 
-def _require_same_count(counts: list[int], argument: str, remedy: str) -> None:
-    """Raise unless all ranks are members of the same number of groups. torch names a group that
-    only its ranks create by that number. With different numbers, ranks would wait for each other
-    under different names."""
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{argument}: the ranks of process_group belong to different numbers of process groups "
-            f"({', '.join(map(str, counts))}), and torch names new groups by that number: use "
-            f"{remedy}, or groups that do not overlap."
-        )
-
-
-def _new_group(ranks: list[int], like: dist.ProcessGroup, local: bool = False) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], like: dist.ProcessGroup, local: bool = False) -> Any:
     """``new_group()`` with the backends and the timeout of ``like``.
 
     ``local``: only ``ranks`` call it, not all ranks.
     """
     own = dist.get_backend_config(like)
     new_group: Any = dist.new_group
-    made = new_group(
+    return new_group(
         ranks,
         use_local_synchronization=local,
         timeout=timeout_of(like),
         backend=None if own == dist.get_backend_config() else own,
     )
-    return cast(dist.ProcessGroup, made)
 
 
-def group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def group_like(group: dist.ProcessGroup) -> Any:
     """Create another group over the ranks of ``group``, with its backends and timeout.
 
     Collective over exactly these ranks. Blocks the host until the device is idle if the
     communicator is split; see Note [Communicators that are split].
     """
-    made: Any
     device = _splitting_device(group)
     counts = _meet(group, device)
     if device is not None:
-        split: Any = dist.split_group
-        made = split(group, [list(range(group.size()))], timeout=timeout_of(group))
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        # torch names such a group by the number of live groups, so its name may be in use.
-        local = len(ranks) < world_group().size()
-        if local:
-            _require_same_count(counts, "num_allreduce_streams > 1", "num_allreduce_streams=1")
-        made = _new_group(ranks, group, local)
-    return cast(dist.ProcessGroup, made)
+        split_group: Any = dist.split_group
+        return split_group(group, [list(range(group.size()))], timeout=timeout_of(group))
+    ranks = dist.get_process_group_ranks(group)
+    local = len(ranks) < world_group().size()
+    if local and len(set(counts)) > 1:
+        # torch names such a group by this number, so ranks would wait under different names.
+        raise ValueError(
+            "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "
+            f"process groups ({', '.join(map(str, counts))}), and torch names new groups by that "
+            "number: use num_allreduce_streams=1, or groups that do not overlap."
+        )
+    return _new_group(ranks, group, local)
 
 
-def group_of_all_ranks(description: str) -> dist.ProcessGroup:
+def group_of_all_ranks(description: str) -> Any:
     """Create another group over all ranks, with the default group's backends and timeout.
 
     Collective. Blocks the host as :func:`group_like` does.
@@ -216,39 +191,24 @@ def group_of_all_ranks(description: str) -> dist.ProcessGroup:
     world = world_group()
     _meet(world, _splitting_device(world))
     made: Any = dist.new_group(timeout=timeout_of(world), group_desc=description)
-    return cast(dist.ProcessGroup, made)
+    return made
 
 
-def split(
-    group: dist.ProcessGroup, parts: list[list[int]], argument: str, remedy: str
-) -> dist.ProcessGroup:
-    """Split ``group`` into groups of its ranks; return this rank's group.
+def split_world(parts: list[list[int]]) -> Any:
+    """Split the default group into groups of these ranks; return this rank's group.
 
-    Collective over ``group``. Blocks the host as :func:`group_like` does. Raises ValueError, with
-    ``argument`` and ``remedy``, if torch cannot create the groups.
+    Collective. Blocks the host as :func:`group_like` does.
     """
-    made: Any
-    all_ranks = group.size() == world_group().size()
-    device = _splitting_device(group)
-    counts = _meet(group, device)
+    world = world_group()
+    device = _splitting_device(world)
+    _meet(world, device)
     # Each rank is in one group, so NCCL splits the communicator once, with a color per group. A
     # Gloo backend for another device rules this out: torch would pass NCCL's options to it.
-    if device is not None and len({backend_name(group, one) for one in group._device_types}) == 1:
+    if device is not None and len({backend_name(world, one) for one in world._device_types}) == 1:
         split_group: Any = dist.split_group
-        made = split_group(group, parts, timeout=timeout_of(group))
-        return cast(dist.ProcessGroup, made)
-    number = dist.get_process_group_ranks(group)
-    mine = next(i for i, part in enumerate(parts) if group.rank() in part)
-    lists = [[number[rank] for rank in part] for part in parts]
-    if all_ranks:
-        return [_new_group(ranks, group) for ranks in lists][mine]
-    if device is not None:  # see Note [Communicators that are split]
-        raise ValueError(
-            f"{argument}: a subgroup with NCCL bound to a device and another backend cannot be "
-            f"split: use {remedy}."
-        )
-    _require_same_count(counts, argument, remedy)
-    return _new_group(lists[mine], group, local=True)
+        return split_group(world, parts, timeout=timeout_of(world))
+    made = [_new_group(ranks, world) for ranks in parts]
+    return next(group for group, ranks in zip(made, parts, strict=True) if world.rank() in ranks)
 
 
 # Note [Who holds a process group at exit]

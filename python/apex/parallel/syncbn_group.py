@@ -15,7 +15,7 @@ from apex._internal.groups import (
     end_groups_at_exit,
     group_of_all_ranks,
     require_own_process,
-    split,
+    split_world,
     world_group,
 )
 
@@ -101,6 +101,6 @@ def create_syncbn_process_group(group_size: int) -> Any:
     said = [f"group_size={group_size} in create_syncbn_process_group"]
     _core.verify_same_model([], [], said, name_of(world_group()))
     parts = [list(range(i, i + group_size)) for i in range(0, world_size, group_size)]
-    group = split(world_group(), parts, "group_size", "group_size=0")
+    group = split_world(parts)
     end_groups_at_exit()
     return group
