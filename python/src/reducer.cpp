@@ -45,20 +45,6 @@ std::vector<NamedTensor> named(const std::vector<std::string>& names,
   return result;
 }
 
-/// Replaces the C++ names of options in an error message by their Python names.
-std::string in_python(std::string text) {
-  for (const auto& [cpp, python] :
-       {std::pair("limits.first_cap", "the first of bucket_cap_mb_list"),
-        std::pair("limits.cap", "message_size, or bucket_cap_mb,"),
-        std::pair("trigger_parameters", "allreduce_trigger_params"),
-        std::pair("check_steps", "check_reduction")}) {
-    const std::string name = cpp;
-    for (size_t at = text.find(name); at != std::string::npos; at = text.find(name, at))
-      text.replace(at, name.size(), python);
-  }
-  return text;
-}
-
 /// Looks up process groups by name. Both languages share c10d's registry, and the Python package
 /// has registered the groups that were missing.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups(const std::vector<std::string>& names) {
@@ -159,11 +145,7 @@ void init_reducer(nb::module_& m) {
           [](Reducer* self, const std::vector<std::string>& names,
              const std::vector<at::Tensor>& parameters, const std::vector<std::string>& group_names,
              const ReducerOptions& options) {
-            try {
-              new (self) Reducer(named(names, parameters), groups(group_names), options);
-            } catch (const InvalidArgument& error) {
-              throw InvalidArgument(in_python(error.what()));
-            }
+            new (self) Reducer(named(names, parameters), groups(group_names), options);
           },
           nb::arg("names"), nb::arg("parameters"), nb::arg("groups"), nb::arg("options"), release())
       .def("prepare_for_forward", &Reducer::prepare_for_forward, release())

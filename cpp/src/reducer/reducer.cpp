@@ -58,8 +58,8 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
   if (options.delay_allreduce && !options.trigger_parameters.empty()) {
     throw InvalidArgument(
-        "delay_allreduce launches every bucket at the end of backward, so trigger_parameters has "
-        "no effect: pass only one of them");
+        "delay_allreduce launches every bucket at the end of backward, so allreduce_trigger_params "
+        "(in C++, trigger_parameters) has no effect: pass only one of them");
   }
   for (const int64_t index : options.trigger_parameters) {
     if (index < 0 || static_cast<size_t>(index) >= parameters) {
