@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from apex.parallel import _options
+from apex.parallel import _engine
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def eager_nccl() -> Iterator[list[str]]:
             (dist, "split_group", split_group),
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "synchronize", lambda _: asked.append("synchronize")),
-            (_options, "over_gloo", lambda *_: False),
+            (_engine, "over_gloo", lambda *_: False),
         ):
             stack.enter_context(unittest.mock.patch.object(place, name, fake))
         stack.callback(setattr, world, "bound_device_id", None)

@@ -18,7 +18,7 @@ from ddp_models import build, data
 from ddp_support import RankPool, bucket_names, check, check_equal, check_step, raises
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, Reducer, _options
+from apex.parallel import DistributedDataParallel, Reducer, _engine
 
 pytestmark = pytest.mark.processes
 
@@ -131,7 +131,7 @@ def test_options_that_differ_between_ranks_raise(
 
 def _other_streams(rank: int, world: int) -> None:
     """As for a backend whose further groups are created by torch, collectively."""
-    with unittest.mock.patch.object(_options, "over_gloo", lambda *_: False):
+    with unittest.mock.patch.object(_engine, "over_gloo", lambda *_: False):
         with raises(RuntimeError, "rank 1's model differs from rank 0's", "num_allreduce_streams"):
             DistributedDataParallel(build(), num_allreduce_streams=1 + rank)
         ddp = DistributedDataParallel(build(), num_allreduce_streams=2, message_size=20)
@@ -148,7 +148,7 @@ def _overlapping(rank: int, world: int) -> None:
     if rank == 1:
         return
     with (
-        unittest.mock.patch.object(_options, "over_gloo", lambda *_: False),
+        unittest.mock.patch.object(_engine, "over_gloo", lambda *_: False),
         raises(
             ValueError, "belong to different numbers of process groups", "num_allreduce_streams=1"
         ),
@@ -219,12 +219,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("delay_streams", {"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError,
      "num_allreduce_streams > 1"),
     ("switch_none", {"gradient_average": None}, TypeError, "gradient_average must be True"),
-    ("switch_check", {"check_reduction": 2}, TypeError, "check_reduction must be True or False"),
-    ("half_a_stream", {"num_allreduce_streams": 1.5}, TypeError, "must be an integer, got 1.5"),
+    ("switch_check", {"check_reduction": 2}, TypeError, "must be True, False or None"),
+    ("half_a_stream", {"num_allreduce_streams": 1.5}, ValueError, "must be an integer"),
     ("group_of_ranks", {"process_group": [0, 1]}, TypeError, "new_group() returns it, got list"),
     ("no_stream", {"num_allreduce_streams": 0}, ValueError, "at least 1"),
     ("communicators_one_stream", {"allreduce_communicators": ([None], [None])}, ValueError,
-     "needs num_allreduce_streams > 1"),
+     "it must be more than 1"),
     ("communicators_count", {"num_allreduce_streams": 2,
      "allreduce_communicators": ([None], [None])}, ValueError, "1 groups and 1 streams"),
     ("predivide_zero", {"gradient_predivide_factor": 0.0}, ValueError, "must be positive"),
@@ -235,7 +235,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("one_device", {"device_ids": 0}, TypeError, "got 0: pass device_ids=[0]."),
     ("device_name", {"device_ids": "cpu"}, TypeError, "got 'cpu': pass device_ids=['cpu']."),
     ("unknown", {"xyz": 1}, TypeError, "unexpected keyword argument 'xyz'"),
-    ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "not a parameter of"),
+    ("foreign_trigger", {"allreduce_trigger_params": [FOREIGN]}, ValueError, "not a trainable"),
 ]  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def _refuses_text(rank: int, world: int) -> None:
         "lazy_bucket_allocation",
     }
     for name in sorted(switches - {"gradient_average", *no_effect} | {"forward_sync_buffers"}):
-        with raises(TypeError, f"{name} must be True or False, got 'no'"):
+        with raises(TypeError, f"{name} must be True", "got 'no'"):
             DistributedDataParallel(nn.Linear(2, 2), **{name: "no"})
 
 
@@ -275,7 +275,7 @@ def _positional_as_torch(rank: int, world: int) -> None:
     with raises(TypeError, f"pass device_ids=None, output_device={rank} by keyword."):
         DistributedDataParallel(model, None, rank)
     for devices in ([rank], None):
-        with raises(TypeError, "the fourth positional argument is shared_param, not torch's dim"):
+        with raises(TypeError, "the fourth argument is shared_param, not torch's dim"):
             DistributedDataParallel(model, devices, None, 0, True)
     ddp = DistributedDataParallel(model, [rank], delay_allreduce=True)
     check(ddp.delay_allreduce, "an option of Apex's by keyword")
@@ -312,7 +312,7 @@ def _refuses_more(rank: int, world: int) -> None:
             model, delay_allreduce=True, allreduce_trigger_params=[model.weight]
         )
     model.bias.requires_grad_(False)
-    with raises(ValueError, "'bias', which does not require a gradient"):
+    with raises(ValueError, "not a trainable parameter of the wrapped module"):
         DistributedDataParallel(model, allreduce_trigger_params=[model.bias])
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     with raises(ValueError, "process_group and device_mesh"):

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex.parallel import DistributedDataParallel, Reducer
-from apex.parallel._options import single_device
+from apex.parallel._devices import single_device
 from apex.parallel.distributed import flat_dist_call
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 from apex import amp
 from apex._internal import joining
-from apex._internal.not_served import INSTEAD
+from apex._internal.not_served import INSTEAD, METHODS_OF_APEX
 from apex.parallel import DistributedDataParallel as DDP
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
@@ -36,6 +36,12 @@ def _joins(level: str) -> None:
         forget_amp()
 
 
+def _overrides(name: str) -> Callable[[], Any]:
+    """Wraps with a subclass that has a method that only Apex's wrapper called."""
+    kind: Any = type("Own", (DDP,), {name: lambda self, *args: None})
+    return lambda: kind(nn.Linear(2, 2))
+
+
 WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel(mixed_precision=...)": lambda: DDP(
         nn.Linear(2, 2), mixed_precision=torch.bfloat16
@@ -47,6 +53,10 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel.join() with master weights or a dynamic scale of amp": lambda: _joins(
         "O2"
     ),
+    **{
+        f"a subclass of DistributedDataParallel with {name}()": _overrides(name)
+        for name in METHODS_OF_APEX
+    },
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": lambda: Join(
         [DDP(nn.Linear(2, 2))]
     ),

@@ -18,6 +18,15 @@ _OLD_HANDLE = (
     'replace amp.init() by model, optimizer = amp.initialize(model, optimizer, opt_level="O1"), '
     "and use amp.scale_loss(loss, optimizer)"
 )
+#: Methods that Apex's wrapper calls and this one does not.
+METHODS_OF_APEX = (
+    "allreduce_bucket",
+    "allreduce_fallback",
+    "allreduce_maybe_retain",
+    "comm_ready_buckets",
+    "create_hooks",
+    "sync_bucket_structure",
+)
 INSTEAD = {
     "DistributedDataParallel(mixed_precision=...)": (
         "use torch.autocast, and register_builtin_comm_hook('bf16') for the communication"
@@ -32,6 +41,13 @@ INSTEAD = {
     "DistributedDataParallel.join() with master weights or a dynamic scale of amp": (
         "use torch.autocast, or level O1-bf16, which needs neither"
     ),
+    **{
+        f"a subclass of DistributedDataParallel with {name}()": (
+            "the engine does not call it, so use register_comm_hook() to change how gradients are "
+            "communicated, and rename the method if it is the script's own"
+        )
+        for name in METHODS_OF_APEX
+    },
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": (
         "use `with model.join():` around the loop"
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Communication hooks written in Python, with PyTorch's signature."""
+"""Communication hooks written in Python, with PyTorch's signature, and built-in ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,35 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     memo.update(attempt)
     return result
+
+
+class Hooks:
+    """The communication hook of a wrapper, if any, which each of its reducers gets.
+
+    Copies of the wrapper have the same hook.
+    """
+
+    comm_hook: RegisteredHook | str | None = None
+
+    def register(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
+        """Set the hook: a script's, or the name of a built-in one."""
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "a communication hook is already registered, and a wrapper can have only one."
+            )
+        self._install(reducer, comm_hook)
+        self.comm_hook = comm_hook  # the reducer looks it up here
+
+    def install(self, reducer: _core.Reducer) -> None:
+        """Give the hook to a new reducer."""
+        if self.comm_hook is not None:
+            self._install(reducer, self.comm_hook)
+
+    def _install(self, reducer: _core.Reducer, comm_hook: RegisteredHook | str) -> None:
+        if isinstance(comm_hook, str):
+            reducer.set_builtin_comm_hook(comm_hook)
+        else:
+            reducer.set_comm_hook(_make_runner(weakref.ref(self)))
 
 
 class GradBucket:
@@ -85,31 +114,22 @@ class GradBucket:
 # function to call there. Keep the wrapper alive until a backward with a hook has ended.
 
 
-def require_alive(reference: weakref.ref[Any], what: str) -> Any:
-    """The hooks of a wrapper that still exists.
-
-    Raises:
-        RuntimeError: if the wrapper was deleted.
-    """
-    hooks = reference()
-    if hooks is None:
-        raise RuntimeError(
-            f"the DistributedDataParallel was deleted before this backward, and with it {what}: "
-            "keep it as long as outputs of its forward are used."
-        )
-    return hooks
-
-
-def make_runner(
-    reference: weakref.ref[Any],
+def _make_runner(
+    reference: weakref.ref[Hooks],
 ) -> Callable[[_core.GradBucket, _core.Completion], None]:
     """Adapt ``hook(state, bucket) -> torch.futures.Future`` to the engine's callback interface."""
 
     def run(bucket: _core.GradBucket, completion: _core.Completion) -> None:
-        state, hook = require_alive(reference, "its communication hook").comm_hook
+        hooks = reference()
+        if hooks is None:
+            raise RuntimeError(
+                "the DistributedDataParallel was deleted before this backward, and with it its "
+                "communication hook: keep it as long as outputs of its forward are used."
+            )
+        assert isinstance(hooks.comm_hook, RegisteredHook)
+        state, hook = hooks.comm_hook
         future = hook(state, GradBucket(bucket))
-        # The base class, because Work.get_future() and its then() do not return a
-        # torch.futures.Future.
+        # The base class of torch.futures.Future, which Work.get_future() returns.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 "it must return a torch.futures.Future that yields the reduced tensor, "

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine of a DistributedDataParallel. It is created from the wrapper's options, and its
-reducer is created again when the module has changed."""
+"""The engine of a DistributedDataParallel: its reducer, which is created again when the module has
+changed."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,24 +16,44 @@ from torch import Tensor, nn
 from apex import _core
 from apex._internal import skipped_steps
 from apex._internal.group_names import name_of
-from apex._internal.groups import end_groups_at_exit, require_group
+from apex._internal.groups import (
+    backend_name,
+    backends_of,
+    end_groups_at_exit,
+    group_like,
+    require_group,
+)
 from apex._internal.joining import Announcer
 from apex._internal.optimizer_steps import watch_optimizers
+from apex._internal.untraced import in_transform
 from apex.parallel import _buffers, _options
-from apex.parallel._hooks import Hooks
+from apex.parallel._comm_hook import Hooks
 from apex.parallel._replicas import watch_loads
-from apex.parallel._watched_module import WatchedModule, included_parameters
+from apex.parallel._watched_module import WatchedModule, check_initialized, included_parameters
 
 
-class EngineOptions(NamedTuple):
-    """The options from which every reducer of a wrapper is created."""
+def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` go over Gloo, or over the backend ``apex``, which uses Gloo."""
+    return backend_name(group, device) in ("gloo", "apex")
 
-    reducer: dict[str, Any]  # attributes of _core.ReducerOptions
-    settings: list[str]  # further settings that must be equal on all ranks
-    trigger_names: list[str]
-    ignored: set[str]  # names of parameters and buffers that are not synchronized
-    communicators: int  # the number of communicators that buckets use in turn
-    overlaps: bool  # False: all gradients are communicated at the end of backward
+
+def communicators(
+    count: int, given: Any, group: dist.ProcessGroup, device: torch.device
+) -> list[dist.ProcessGroup]:
+    """The groups that buckets on ``device`` use in turn: the script's, or new ones.
+
+    Over Gloo, the engine creates connections from the group itself. Only its members take part.
+    """
+    if given is not None:
+        return list(given[0])
+    if count == 1 or over_gloo(group, device):
+        return [group] * count
+    if not backends_of(group):
+        raise ValueError(
+            "num_allreduce_streams > 1 needs more process groups, which cannot be created for a "
+            "process_group whose class is written in Python: pass them as allreduce_communicators."
+        )
+    return [group, *(group_like(group) for _ in range(count - 1))]
 
 
 class Engine:
@@ -57,11 +77,11 @@ class Engine:
     _copied: WatchedModule | None = None
 
     def __init__(
-        self, wrapper: nn.Module, options: EngineOptions, hooks: Hooks, broadcast_buffers: bool
+        self, wrapper: nn.Module, options: _options.EngineOptions, broadcast_buffers: bool
     ) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._options = options
-        self.hooks = hooks
+        self.hooks = Hooks()
         self.broadcast_buffers = broadcast_buffers
 
     # --- construction, also after unpickling and when the module has changed ---
@@ -77,15 +97,15 @@ class Engine:
         if options.reducer["skip_failed_steps"]:
             skipped_steps.engines.add(self)
         self.world_size = dist.get_world_size(group)
-        self.splits_graphs = self.world_size > 1 and options.overlaps
-        if not _options.over_gloo(group, self.device):
+        self.splits_graphs = self.world_size > 1 and not options.reducer["delay_allreduce"]
+        if not over_gloo(group, self.device):
             # Creating groups is collective, so ranks with different counts must raise before that.
-            _options.check_initialized(self.module)
+            check_initialized(self.module)
             named = dict(self.named_parameters())
             _core.verify_same_model(
                 list(named), list(named.values()), self._settings(), name_of(group)
             )
-        self.groups = _options.communicators(options.communicators, given, group, self.device)
+        self.groups = communicators(options.communicators, given, group, self.device)
         reducer = self.make_reducer(init_sync)
         if init_sync and self.broadcast_buffers:
             self.sync_buffers()
@@ -99,12 +119,12 @@ class Engine:
         self._watched = None
         watched = self._watch()
         names = [name for name, _ in self.named_parameters()]
-        _options.check_initialized(self.module)
-        triggers = self._options.trigger_names
+        check_initialized(self.module)
         options = _core.ReducerOptions()
         for name, value in self._options.reducer.items():
             setattr(options, name, value)
         # Only trainable parameters: a frozen parameter gets no gradient, so it closes no bucket.
+        triggers = self._options.trigger_names
         options.trigger_parameters = [i for i, name in enumerate(names) if name in triggers]
         options.init_sync = init_sync
         options.settings = self._settings()
@@ -206,6 +226,46 @@ class Engine:
             if self.reducer is not None:
                 self.reducer.release()  # see Note [Buffers that change]
             raise
+
+    # --- forward ---
+
+    def prepare(self, wrapper: Any) -> None:
+        """Prepare a forward with gradients enabled. Collective if parameters were added, removed or
+        replaced, or buffers are broadcast."""
+        reducer = self.reducer
+        if reducer is None and not wrapper.training:
+            return  # some ranks may evaluate alone; see refuse_backward()
+        changed = reducer is None or self.module_changed()
+        if in_transform():
+            # Within a transform of torch.func nothing is communicated. Gradients that an outer
+            # backward accumulates in the parameters are averaged.
+            if reducer is None or changed:
+                raise RuntimeError(
+                    "this DistributedDataParallel has no engine yet for the parameters it has now, "
+                    "and cannot create one inside a transform of torch.func: run one forward "
+                    "outside the transform first, on every rank."
+                )
+            reducer.prepare_for_forward()
+            return
+        if reducer is None:
+            reducer = self.connected()
+        elif changed:
+            if self.join is not None:
+                raise RuntimeError(
+                    "parameters were added, removed or replaced under join(): make such changes "
+                    "before join(), on every rank."
+                )
+            reducer = self.make_reducer(init_sync=True)
+        reducer.prepare_for_forward()
+        copies = (
+            self.broadcast_buffers
+            and wrapper.training
+            and wrapper.require_forward_param_sync
+            and reducer.synchronizing
+        )
+        root = 0 if self.join is None else self.join.announce_forward(copies)
+        if copies:
+            self.sync_buffers(root)
 
     # --- copies ---
 

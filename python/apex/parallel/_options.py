@@ -1,134 +1,164 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The constructor arguments of DistributedDataParallel: parsing, validation and conflicts between
-them."""
+"""The constructor arguments of DistributedDataParallel: their values and contradictions."""
 
 from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from apex._internal.groups import backend_name, backends_of, group_like
-from apex._internal.tree import map_tensors
+from apex._internal import not_served
+from apex.parallel._watched_module import names_of
 
 #: Elements, NVIDIA Apex's default. This value means "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
-#: Boolean attributes of the wrapper that the engine has under the same names.
-SWITCHES_OF_THE_ENGINE = (
+CPU_BUCKET_BYTES = 8 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+#: On/off options that the engine has under the same names.
+_OF_THE_ENGINE = (
     "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "static_graph",
     "check_finite", "registered_buffers",
 )  # fmt: skip
-CPU_BUCKET_BYTES = 8 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+_SWITCHES = (*_OF_THE_ENGINE, "retain_allreduce_buffers", "prof", "init_sync", "broadcast_buffers")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SWITCHES, (True, False)),
+    **dict.fromkeys(("check_reduction", "forward_sync_buffers"), (True, False, None)),
+    "gradient_average": (True, False, "weighted"),
+    "on_failure": ("raise", "skip"),
+    "on_divergence": ("raise", "warn"),
+}
+#: Arguments that become attributes of the wrapper.
+ATTRIBUTES = (
+    *_OF_THE_ENGINE, "message_size", "bucket_cap_mb", "retain_allreduce_buffers",
+    "num_allreduce_streams", "gradient_average", "gradient_predivide_factor", "prof", "dim",
+    "init_sync", "find_unused_parameters", "check_reduction", "on_failure", "on_divergence",
+    "replica_check_every",
+)  # fmt: skip
+#: Options of Python that must be equal on all ranks, with the defaults that a rank in C++ has.
+_SETTINGS = {"num_allreduce_streams": 1, "registered_buffers": False}
+#: The attribute of a module in which torch keeps the names of ignored parameters and buffers.
+IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
-def third_behind_device_ids(device_ids: Sequence[Any] | None, third: Any, fourth: Any) -> bool:
-    """Return delay_allreduce of ``(module, device_ids, third, fourth)``, torch's order.
+class EngineOptions(NamedTuple):
+    """The options from which every reducer of a wrapper is created."""
 
-    The third argument is Apex's delay_allreduce, or None, which is torch's output_device. A device
-    index there raises TypeError: it would mean True on rank 1 and False on rank 0.
-    """
-    if third is None and fourth is not None:
-        raise TypeError(
-            f"the fourth positional argument is shared_param, not torch's dim, and got {fourth!r}: "
-            "pass torch's arguments behind output_device by keyword."
+    reducer: dict[str, Any]  # attributes of _core.ReducerOptions
+    settings: list[str]  # further settings that must be equal on all ranks
+    trigger_names: list[str]
+    ignored: set[str]  # names of parameters and buffers that are not synchronized
+    communicators: int  # the number of communicators that buckets use in turn
+
+
+def check(given: dict[str, Any]) -> EngineOptions:
+    """Check the constructor's arguments and replace them by their values. Old scripts also pass 0
+    and 1 as switches."""
+    _read_as_torch(given)
+    for name in ("shared_param", "mixed_precision"):
+        if given[name] is not None:
+            not_served.refuse(f"DistributedDataParallel({name}=...)", ValueError)
+    for name, choices in _CHOICES.items():
+        given[name] = _one_of(name, given[name], choices)
+    given["broadcast_buffers"] |= bool(given["forward_sync_buffers"])
+    given["gradient_as_bucket_view"] |= given["retain_allreduce_buffers"]
+    given["gradient_predivide_factor"] = float(given["gradient_predivide_factor"])
+    every = given["replica_check_every"]
+    if every is not None and not (type(every) is int and every >= 0):
+        raise ValueError(
+            f"replica_check_every must be a number of steps, 0 (never) or None, got {every!r}."
         )
-    if third is not None and not isinstance(third, bool):
-        devices = None if device_ids is None else list(device_ids)
-        raise TypeError(
-            f"the third positional argument is delay_allreduce, not torch's output_device, and got "
-            f"{third!r}: pass device_ids={devices!r}, output_device={third!r} by keyword."
-        )
-    return bool(third)
-
-
-def switch(name: str, value: Any) -> bool:
-    """The option `name` as a bool. Old scripts also pass 0 and 1."""
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise TypeError(f"{name} must be True or False, got {value!r}.")
-
-
-def average(value: Any) -> bool | Literal["weighted"]:
-    """The option ``gradient_average``."""
-    if isinstance(value, str):
-        if value != "weighted":
-            raise ValueError(f"gradient_average must be True, False or 'weighted', got {value!r}.")
-        return "weighted"
-    return switch("gradient_average", value)
-
-
-def checks_every(value: Any) -> int | None:
-    """The option ``replica_check_every``."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise ValueError(
-        f"replica_check_every must be a number of steps, 0 (never) or None, got {value!r}."
+    _check_streams(
+        given["num_allreduce_streams"], given["allreduce_communicators"], given["delay_allreduce"]
+    )
+    if given["device_mesh"] is not None:
+        if given["process_group"] is not None:
+            raise ValueError(
+                "process_group and device_mesh both choose the ranks: pass only one of them."
+            )
+        given["process_group"] = given["device_mesh"].get_group()
+    reducer = {
+        **_bucket_limits(given),
+        **{name: given[name] for name in _OF_THE_ENGINE},
+        "gradient_average": bool(given["gradient_average"]),
+        "weighted": given["gradient_average"] == "weighted",
+        "gradient_predivide_factor": given["gradient_predivide_factor"],
+        "check_steps": given["check_reduction"],
+        "skip_failed_steps": given["on_failure"] == "skip",
+        "replica_check_every": every,
+        "on_divergence": given["on_divergence"],
+        "begins_alike": given["init_sync"],
+    }
+    return EngineOptions(
+        reducer,
+        [f"{name}={given[name]}" for name, value in _SETTINGS.items() if given[name] != value],
+        names_of(given["allreduce_trigger_params"] or (), given["module"]),
+        set(getattr(given["module"], IGNORED, ())),
+        given["num_allreduce_streams"],
     )
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    """The option `name`, which must be one of `choices`."""
-    if value in choices:
-        return str(value)
-    known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-    raise ValueError(f"{name} must be {known}, got {value!r}.")
+def _read_as_torch(given: dict[str, Any]) -> None:
+    """Read ``(module, device_ids, output_device=None)``, the order of torch's class.
 
-
-def positive_message_size(message_size: Any) -> int:
-    """The option ``message_size``. Old scripts also pass ``1e9`` and ``float("inf")``."""
-    if isinstance(message_size, bool) or not isinstance(message_size, numbers.Real):
+    A device index as the third argument raises: as Apex's delay_allreduce, it would mean True on
+    rank 1 and False on rank 0.
+    """
+    ids, third = given["message_size"], given["delay_allreduce"]
+    if given["device_ids"] is not None or not (ids is None or isinstance(ids, (list, tuple))):
+        return
+    if not (third is None or isinstance(third, bool)) or given["shared_param"] is not None:
         raise TypeError(
-            f"message_size is a number of elements, got {type(message_size).__name__}; pass "
-            "device_ids and the other arguments of torch.nn.parallel.DistributedDataParallel by "
-            "keyword."
+            "the third positional argument is delay_allreduce, not torch's output_device, and the "
+            "fourth argument is shared_param, not torch's dim: pass "
+            f"device_ids={ids and list(ids)!r}, output_device={third!r} by keyword."
         )
-    elements = float(message_size)
-    if not elements > 0:
-        raise ValueError(f"message_size must be positive, got {message_size}.")
-    return max(1, int(min(elements, sys.maxsize)))
+    given.update(device_ids=ids, message_size=MESSAGE_SIZE, delay_allreduce=bool(third))
 
 
-def _check_mebibytes(name: str, value: Any) -> None:
+def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """The choice that equals `value`."""
+    for choice in choices:
+        if value is choice or (isinstance(value, (int, str)) and value == choice):
+            return choice
+    known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    kind = ValueError if type(value) in map(type, choices) else TypeError
+    raise kind(f"{name} must be {known}, got {value!r}.")
+
+
+def _positive(name: str, value: Any, unit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number of MiB, got {value!r}.")
+        raise TypeError(f"{name} must be a number of {unit}, got {type(value).__name__}.")
     if not float(value) > 0:
         raise ValueError(f"{name} must be positive, got {value}.")
+    return float(value)
 
 
-def _bytes(mebibytes: float) -> int:
-    """The size in bytes, limited to the engine's range: from 1 to the largest integer."""
-    return int(max(1, min(mebibytes * (1 << 20), sys.maxsize)))
+def _in_range(size: float) -> int:
+    """The size as an integer in the engine's range. Old scripts pass ``1e9`` and infinity."""
+    return max(1, int(min(size, sys.maxsize)))
 
 
-def bucket_caps(caps_mb: Sequence[float]) -> tuple[float, int]:
-    """The bucket size in MiB, and the size of the first bucket in bytes."""
-    for cap_mb in caps_mb:
-        _check_mebibytes("bucket_cap_mb_list", cap_mb)
-    return max(caps_mb), _bytes(caps_mb[0])
-
-
-def bucket_limits(
-    message_size: int, bucket_cap_mb: float | None, first_bytes: int
-) -> dict[str, Any]:
-    """The bucket sizes, as arguments of the engine."""
-    if bucket_cap_mb is None:
-        return {"cap": given_elements(message_size) or 0}
-    cap = _bytes(bucket_cap_mb)
-    return {"cap": cap, "first_cap": min(cap, first_bytes), "cap_in_bytes": True}
-
-
-def settings(**options: tuple[Any, Any]) -> list[str]:
-    """The options ``(value, default)`` that differ from their defaults, as text.
-
-    Ranks may be written in C++, which does not have these options and always uses the defaults.
-    """
-    return [f"{name}={v}" for name, (v, default) in options.items() if v != default]
+def _bucket_limits(given: dict[str, Any]) -> dict[str, Any]:
+    """The bucket sizes, as attributes of ``_core.ReducerOptions``."""
+    elements = _positive("message_size", given["message_size"], "elements")
+    given["message_size"] = _in_range(elements)
+    first_mb, caps = 1.0, given["bucket_cap_mb_list"]
+    if caps:
+        sizes = [_positive("bucket_cap_mb_list", cap, "MiB") for cap in caps]
+        given["bucket_cap_mb"], first_mb = max(caps), sizes[0]
+    if given["bucket_cap_mb"] is None:
+        return {"cap": given_elements(given["message_size"]) or 0}
+    cap = _in_range(_positive("bucket_cap_mb", given["bucket_cap_mb"], "MiB") * (1 << 20))
+    if elements != MESSAGE_SIZE:
+        raise ValueError(
+            "message_size (elements) and bucket_cap_mb (MiB) both set the bucket size: pass only "
+            "one of them."
+        )
+    return {
+        "cap": cap,
+        "first_cap": min(cap, _in_range(first_mb * (1 << 20))),
+        "cap_in_bytes": True,
+    }
 
 
 def given_elements(message_size: int) -> int | None:
@@ -136,151 +166,20 @@ def given_elements(message_size: int) -> int | None:
     return None if message_size == MESSAGE_SIZE else message_size
 
 
-def check_size(message_size: int, bucket_cap_mb: float | None) -> None:
-    """Raise ValueError unless at most one of them sets the bucket size."""
-    if bucket_cap_mb is None:
-        return
-    _check_mebibytes("bucket_cap_mb", bucket_cap_mb)
-    if message_size != MESSAGE_SIZE:
-        raise ValueError(
-            "message_size (elements) and bucket_cap_mb (MiB) both set the bucket size: pass only "
-            "one of them."
-        )
-
-
-def check_streams(count: int, communicators: Any, delay_allreduce: bool) -> None:
-    """Raise ValueError for contradictory numbers of communicators."""
-    if not isinstance(count, int):
-        raise TypeError(f"num_allreduce_streams must be an integer, got {count!r}.")
+def _check_streams(count: Any, communicators: Any, delay_allreduce: bool) -> None:
+    """Raise for contradictory numbers of communicators."""
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_allreduce_streams must be an integer of at least 1, got {count!r}.")
     if delay_allreduce and count > 1:
         raise ValueError(
             "delay_allreduce launches every bucket at the end of backward, so "
             "num_allreduce_streams > 1 has no effect: pass only one of them."
         )
-    if count < 1:
-        raise ValueError(f"num_allreduce_streams must be at least 1, got {count}.")
     if communicators is None:
         return
-    if count == 1:
-        raise ValueError(
-            "allreduce_communicators needs num_allreduce_streams > 1, the number of groups."
-        )
     groups, streams = communicators
-    if len(groups) != count or len(streams) != count:
+    if count == 1 or not len(groups) == len(streams) == count:
         raise ValueError(
             f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, but "
-            f"num_allreduce_streams is {count}: pass {count} of each."
+            f"num_allreduce_streams is {count}: it must be more than 1, with that many of each."
         )
-
-
-def check_initialized(module: nn.Module) -> None:
-    """Raise RuntimeError if a parameter or buffer of a lazy module has no shape yet."""
-    for kind, named in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
-        for name, tensor in named:
-            if nn.parameter.is_lazy(tensor):
-                raise RuntimeError(
-                    f"{kind} '{name}' belongs to a lazy module and has no shape yet: run one "
-                    "forward of the module, on every rank, before it is wrapped."
-                )
-
-
-def trigger_names(triggers: Iterable[nn.Parameter] | None, module: nn.Module) -> list[str]:
-    """The names of the given parameters, which also identify their later replacements."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    result = []
-    for trigger in triggers or ():
-        if id(trigger) not in names:
-            raise ValueError(
-                f"allreduce_trigger_params holds a tensor of shape {tuple(trigger.shape)} that is "
-                "not a parameter of the wrapped module."
-            )
-        name = names[id(trigger)]
-        if not trigger.requires_grad:
-            raise ValueError(
-                f"allreduce_trigger_params holds '{name}', which does not require a gradient."
-            )
-        result.append(name)
-    return result
-
-
-def single_device(
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    parameters: Sequence[nn.Parameter],
-) -> tuple[torch.device | None, torch.device | None]:
-    """The devices that inputs and outputs are moved to; None: they are not moved.
-
-    A process drives one device. A module on the CPU stays there for any device_ids, so that a
-    script written for GPUs runs on a host without them. A negative index comes from a --local_rank
-    that was not passed, as under torchrun. It means the device of the module.
-    """
-    if isinstance(device_ids, (int, str, torch.device)):
-        raise TypeError(
-            f"device_ids must be a list with the one device of this process, got {device_ids!r}: "
-            f"pass device_ids=[{device_ids!r}]."
-        )
-    if device_ids is None or len(device_ids) == 0:
-        if output_device is not None:
-            raise ValueError("output_device needs device_ids=[the device of this process].")
-        return None, None
-    if len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids names {len(device_ids)} devices, but a process uses only one: start one "
-            "process per device (torchrun --nproc_per_node=N) and pass device_ids=[its device]."
-        )
-    devices = {parameter.device for parameter in parameters}
-    if devices <= {torch.device("cpu")}:
-        return None, None
-    if len(devices) > 1:
-        raise ValueError(
-            f"the module's parameters are on {len(devices)} devices "
-            f"({', '.join(sorted(map(str, devices)))}): for a module split over devices leave out "
-            "device_ids and output_device."
-        )
-    own = next(iter(devices))
-
-    def named(device: int | torch.device) -> torch.device:
-        if not isinstance(device, int):
-            return torch.device(device)
-        return own if device < 0 else torch.device(own.type, device)
-
-    return named(device_ids[0]), None if output_device is None else named(output_device)
-
-
-def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` go over Gloo, or over the backend ``apex``, which uses Gloo."""
-    return backend_name(group, device) in ("gloo", "apex")
-
-
-def communicators(
-    count: int, given: Any, group: dist.ProcessGroup, device: torch.device
-) -> list[dist.ProcessGroup]:
-    """The groups that buckets on ``device`` use in turn.
-
-    Over Gloo, the engine creates separate connections from these groups. For other backends, this
-    function creates new groups. Only the members of ``group`` take part.
-    """
-    if count == 1:
-        return [group]
-    if given is not None:
-        return list(given[0])
-    if over_gloo(group, device):
-        return [group] * count
-    if not backends_of(group):
-        raise ValueError(
-            "num_allreduce_streams > 1 needs more process groups, which cannot be created for a "
-            "process_group whose class is written in Python: pass them as allreduce_communicators."
-        )
-    return [group, *(group_like(group) for _ in range(count - 1))]
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """Move tensors in nested containers, and objects that have a ``to()``, to ``device``."""
-    return map_tensors(
-        value,
-        lambda tensor: tensor.to(device, non_blocking=True),
-        lambda other: other.to(device) if callable(getattr(other, "to", None)) else other,
-    )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Detects whether a wrapped module still has the parameters that its engine was created for."""
+"""The parameters of a wrapped module, and whether it still has those of its engine."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,28 @@ def included_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a wrapper synchronizes: all but those named in `ignored`."""
     return ((name, p) for name, p in module.named_parameters() if name not in ignored)
+
+
+def check_initialized(module: nn.Module) -> None:
+    """Raise RuntimeError if a parameter or buffer of a lazy module has no shape yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise RuntimeError(
+                f"'{name}' belongs to a lazy module and has no shape yet: run one forward of the "
+                "module, on every rank, before it is wrapped."
+            )
+
+
+def names_of(triggers: Iterable[nn.Parameter], module: nn.Module) -> list[str]:
+    """The names of ``allreduce_trigger_params``, which also identify later replacements."""
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    result = [names.get(id(trigger), "") for trigger in triggers]
+    if "" in result:
+        raise ValueError(
+            "allreduce_trigger_params holds a tensor that is not a trainable parameter of the "
+            "wrapped module."
+        )
+    return result
 
 
 class WatchedModule:
