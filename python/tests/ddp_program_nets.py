@@ -7,9 +7,13 @@ that batch norm sees the batch of all ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from ddp_support import wide
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +25,10 @@ BIG = 4096  # a [WIDTH, BIG] parameter has 64 KiB and is reduced in place
 # Gradients of these blocks share memory with each other, or with one that backward still reads.
 ALIASING = ("pos", "two", "expand", "chunk", "cat")
 SHARING = (*ALIASING, "large")
+LAYOUTS = ("transposed", "gaps", "empty")
+# Blocks that "linear:bfloat16" and the like may name.
+WITH_DTYPES = ("linear", "scale", "embedding", "transposed", "empty")
+NARROW = (torch.float16, torch.bfloat16)
 
 
 class Boom(RuntimeError):
@@ -37,15 +45,59 @@ class RaiseInBackward(torch.autograd.Function):
         raise Boom("raised on purpose, in backward")
 
 
+class Quantized(Tensor):
+    """Integers and their scale, as in quantized base weights. It has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Quantized:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=scale.dtype, device=codes.device
+        )
+        return made
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @staticmethod
+    def of(values: Tensor) -> Quantized:
+        scale = values.abs().amax(1, keepdim=True) / 127
+        return Quantized((values / scale).round().to(torch.int8), scale)
+
+    @staticmethod
+    def of_rank(rank: int) -> nn.Parameter:
+        """Another one on each rank. The wrapper must leave it alone."""
+        values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(rank))
+        return nn.Parameter(Quantized.of(values), requires_grad=False)
+
+    def value(self) -> Tensor:
+        return self.codes.to(self.scale.dtype) * self.scale
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Quantized({self.value()})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Quantized(args[0].codes, args[0].scale)
+        return func(*[arg.value() if isinstance(arg, Quantized) else arg for arg in args])
+
+
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
-class Block(nn.Module):
-    """A block with input and output [WIDTH, WIDTH]."""
+def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a program may train, freeze and convert."""
+    return [p for p in module.parameters() if not isinstance(p, Quantized)]
 
-    def __init__(self, kind: str) -> None:
+
+class Block(nn.Module):
+    """A block with input and output [WIDTH, WIDTH]. ``spec`` is a kind, or ``kind:dtype``."""
+
+    def __init__(self, spec: str) -> None:
         super().__init__()
+        self.spec = spec
+        kind, _, dtype = spec.partition(":")
         self.kind = kind
         if kind == "linear":
             self.inner = nn.Linear(WIDTH, WIDTH)
@@ -66,13 +118,29 @@ class Block(nn.Module):
         elif kind == "large":
             self.a, self.b = _parameter(WIDTH, BIG), _parameter(WIDTH, BIG)
             self.c = _parameter(WIDTH, BIG)
+        elif kind == "transposed":
+            self.a = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        elif kind == "gaps":
+            self.a = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        elif kind == "empty":
+            self.none, self.a = _parameter(0, 3), _parameter(WIDTH)
+        elif kind == "complex":
+            self.a = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        elif kind == "adapter":
+            self.base = Quantized.of_rank(dist.get_rank())
+            self.a, self.b = _parameter(WIDTH, 2), _parameter(2, WIDTH)
+        elif kind == "buffer":
+            self.a = _parameter(WIDTH)
+            self.register_buffer("factor", torch.rand(WIDTH) + 0.5)
         elif kind == "syncbn":
             self.inner = convert_syncbn_model(nn.BatchNorm1d(WIDTH))
         else:
             raise ValueError(kind)
+        for parameter in plain_parameters(self) if dtype else []:
+            parameter.data = parameter.data.to(getattr(torch, dtype))  # keeps its strides
 
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
-        h = h.to(next(self.parameters()).dtype)
+        h = h.to(plain_parameters(self)[0].dtype)
         kind = self.kind
         if kind == "linear":
             return torch.tanh(self.inner(h)) + 0.5 * h
@@ -96,6 +164,16 @@ class Block(nn.Module):
         if kind == "large":
             wide = (h @ self.a).unsqueeze(0) + self.b.unsqueeze(0) + self.c
             return torch.tanh(wide).view(WIDTH, WIDTH, -1).mean(-1) + 0.5 * h
+        if kind in ("transposed", "gaps"):
+            return torch.tanh(h @ self.a) + 0.5 * h
+        if kind == "empty":
+            return h + self.none.sum() + self.a
+        if kind == "complex":
+            return torch.tanh((h @ self.a).real) + 0.5 * h.real
+        if kind == "adapter":
+            return h @ self.base.value().t().to(h.dtype) + h @ self.a @ self.b
+        if kind == "buffer":
+            return h * self.factor.to(h.dtype) + self.a
         return self.inner(h)
 
     def normalize_together(self, h: Tensor, everyone: list[Tensor]) -> Tensor:
@@ -106,10 +184,28 @@ class Block(nn.Module):
         return normal * self.inner.weight + self.inner.bias
 
 
+class Outputs(NamedTuple):
+    last: Tensor
+    middle: Tensor  # of the block in the middle
+
+
 class Net(nn.Module):
+    """Blocks in a row. ``again`` uses the block before it once more."""
+
     def __init__(self, kinds: Sequence[str]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+        self.blocks = nn.ModuleList()
+        for kind in kinds:
+            again = kind == "again" and len(self.blocks) > 0
+            self.blocks.append(
+                self.blocks[-1] if again else Block("scale" if kind == "again" else kind)
+            )
+
+    def has(self, *kinds: str) -> bool:
+        return any(block.kind in kinds for block in self.blocks)
+
+    def reuses(self) -> bool:
+        return len({id(block) for block in self.blocks}) < len(self.blocks)
 
     def forward(
         self,
@@ -119,36 +215,53 @@ class Net(nn.Module):
         checkpointed: str | None = None,
         raise_at: int | None = None,
         fail_at: int | None = None,
-    ) -> Tensor:
+    ) -> Outputs:
         """Skip the blocks in ``skip``. Raise in the backward that reaches ``raise_at``, or in this
         forward at ``fail_at``."""
-        h = x * 1.0
+        h = middle = x * 1.0
         for i, block in enumerate(self.blocks):
             if i == fail_at:
                 raise Boom("raised on purpose, in forward")
             if i == raise_at:
                 h = RaiseInBackward.apply(h)
-            if i in skip:
-                continue
-            if checkpointed is None:
-                h = block(h, ids)
-            else:
-                h = checkpoint(block, h, ids, use_reentrant=checkpointed == "reentrant")
-        return h
+            if i not in skip:
+                if checkpointed is None:
+                    h = block(h, ids)
+                else:
+                    h = checkpoint(block, h, ids, use_reentrant=checkpointed == "reentrant")
+            if i == len(self.blocks) // 2:
+                middle = h
+        return Outputs(h, middle)
+
+
+def reference_of(models: nn.ModuleList, rank: int, narrow: bool) -> nn.ModuleList:
+    """A copy for one rank in float64. If a parameter is ``narrow``, in its own dtypes, so that
+    the averaging is compared and not the rounding of blocks."""
+    reference = copy.deepcopy(models)
+    for block in (block for net in reference for block in net.blocks):
+        if block.kind == "adapter":
+            block.base = Quantized.of_rank(rank)
+    for tensor in [] if narrow else [*plain_parameters(reference), *reference.buffers()]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(wide(tensor.dtype))
+    reference.zero_grad()
+    return reference
 
 
 def in_lockstep(
     nets: list[Net], inputs: list[Tensor], ids: list[Tensor], skips: list[Sequence[int]]
-) -> list[Tensor]:
+) -> list[Outputs]:
     """The outputs of every rank's net."""
-    hs = [x * 1.0 for x in inputs]
+    hs = middle = [x * 1.0 for x in inputs]
     for i in range(len(nets[0].blocks)):
         blocks = [net.blocks[i] for net in nets]
         if blocks[0].kind == "syncbn":
             hs = [block.normalize_together(h, hs) for block, h in zip(blocks, hs, strict=True)]
-            continue
-        hs = [
-            h if i in skip else block(h, own)
-            for block, h, own, skip in zip(blocks, hs, ids, skips, strict=True)
-        ]
-    return hs
+        else:
+            hs = [
+                h if i in skip else block(h, own)
+                for block, h, own, skip in zip(blocks, hs, ids, skips, strict=True)
+            ]
+        if i == len(nets[0].blocks) // 2:
+            middle = hs
+    return [Outputs(h, m) for h, m in zip(hs, middle, strict=True)]

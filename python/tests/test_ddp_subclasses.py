@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import data
+from ddp_program_nets import Quantized
 from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks, raises
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,37 +16,6 @@ from torch.nn import functional as F
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-
-class Quantized(Tensor):
-    """Integers and their scale, as in quantized base weights. Only its values are read."""
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> Quantized:
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), dtype=scale.dtype, device=codes.device
-        )
-        return made
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
-
-    @staticmethod
-    def of(values: Tensor) -> Quantized:
-        scale = values.abs().amax(1, keepdim=True) / 127
-        return Quantized((values / scale).round().to(torch.int8), scale)
-
-    def value(self) -> Tensor:
-        return self.codes.to(self.scale.dtype) * self.scale
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Quantized({self.value()})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Quantized(args[0].codes, args[0].scale)
-        return func(*[arg.value() if isinstance(arg, Quantized) else arg for arg in args])
 
 
 class Adapted(nn.Module):

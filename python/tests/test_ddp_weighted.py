@@ -1,43 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gradient_average="weighted": the gradient of the mean over the global batch.
-
-More partitions: ``python python/tests/test_ddp_weighted.py --cases 1000``.
-"""
+"""gradient_average="weighted": the gradient of the mean over the global batch. Random weights of
+ranks and micro-batches are in ddp_programs.py."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 from typing import Any
 
 import pytest
 import torch
 from ddp_support import RankPool, check, check_equal, raises
-from ddp_weighted_cases import plain_average_is_off, run_seeds, world_of
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-CASES = 160
-
-
-def _run(pool: RankPool, first: int, count: int) -> None:
-    for world in range(1, 5):
-        seeds = [seed for seed in range(first, first + count) if world_of(seed) == world]
-        for begin in range(0, len(seeds), 25):
-            pool.run(world, run_seeds, seeds[begin : begin + 25], timeout_s=240)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_weighted_random_partitions_are_the_mean_over_the_batch(ranks: RankPool, part: int) -> None:
-    _run(ranks, part * CASES // 4, CASES // 4)
-
-
-def test_weighted_negative_control_plain_average_is_off(ranks: RankPool) -> None:
-    ranks.run(2, plain_average_is_off)
 
 
 def _ddp(**options: Any) -> DistributedDataParallel:
@@ -379,19 +356,3 @@ def _logging(rank: int, world: int) -> None:
 
 def test_weighted_mean_is_of_all_ranks(ranks: RankPool) -> None:
     ranks.run(3, _logging)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
-    pool = RankPool()
-    _run(pool, arguments.first, arguments.cases)
-    pool.close()
-    print(f"{arguments.cases} partitions agree with one process")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
