@@ -3,16 +3,14 @@
 
 A program consists of a level, an optimizer, a wrapper and some iterations. In addition to amp's
 levels there are models of one dtype without amp, with or without torch's GradScaler. A program runs
-twice, with and without operations that must not change any bit: copies, restores from a checkpoint,
-bodies that raise, discarded batches, and forwards without training. Both runs must have the same
-bits after every step, and agree with plain float64 training within the tolerance of the level's
-dtype.
+twice, with and without operations that must not change any bit: restores from a checkpoint, bodies
+that raise, discarded batches, and forwards without training. Both runs must have the same bits
+after every step, and agree with plain float64 training within the tolerance of the level's dtype.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,9 +88,6 @@ class Step:
     no_sync: bool = False  # for all parts but the last one
     zeros: bool = False  # zero_grad(set_to_none=False)
     times: int = 1  # the number of optimizer steps with the same gradients
-    #: On rank 1, the scale of the last part's loss is multiplied by this. If it is not 1, no rank
-    #: steps.
-    apart: float = 1.0
     #: By name, operations that must not change any bit.
     neutral: dict[str, Any] = field(default_factory=dict)
 
@@ -113,7 +108,7 @@ class Program:
 
     def skips(self, step: Step) -> bool:
         """Whether no optimizer may step."""
-        return step.apart != 1.0 or any(part["overflow"] for part in step.parts)
+        return any(part["overflow"] for part in step.parts)
 
 
 class Net(nn.Module):
@@ -186,10 +181,6 @@ class BodyRaised(Exception):
     pass
 
 
-def _raise(*_: Any) -> None:
-    raise BodyRaised
-
-
 class Run:
     """A program with amp. With `neutral`, it includes the operations that must not change any
     bit."""
@@ -220,10 +211,6 @@ class Run:
         for known in self.known:
             known._amp_lazy_init()  # before this, zero_grad would see the model's parameters
         return [master for known in self.known for master in amp.master_params(known)]
-
-    def copy(self) -> None:
-        self.net, self.known = copy.deepcopy((self.net, self.known))
-        self._wrap()
 
     def restore(self, order: str) -> None:
         states = [self.net.state_dict(), [o.state_dict() for o in self.known], amp.state_dict()]
@@ -273,7 +260,7 @@ class Run:
         else:
             halve(self.net.parameters(), how)
 
-    def backward(self, number: int, index: int, raises: str = "", **options: Any) -> float:
+    def backward(self, number: int, index: int, raises: bool = False, **options: Any) -> float:
         program, part = self.program, self.program.steps[number].parts[index]
         quiet = program.wrapper and program.steps[number].no_sync
         last = index == len(program.steps[number].parts) - 1
@@ -281,21 +268,13 @@ class Run:
             x = batch(program, number, index, self.rank)
             loss = loss_of(program, self.wrapped, x, part) / len(program.steps[number].parts)
             options = {"delay_unscale": part["delay"], **options}
-            hooked = raises == "in backward"
-            hook = self.net.first.weight.register_hook(_raise) if hooked else None
             try:
                 with amp.scale_loss(loss, self.optimizers, part["loss"], **options) as scaled:
-                    if raises == "before backward":
-                        raise BodyRaised
-                    factor = float("inf") if part["overflow"] and not raises else 1.0
-                    (scaled * factor).backward()
                     if raises:
                         raise BodyRaised
+                    (scaled * (float("inf") if part["overflow"] else 1.0)).backward()
             except BodyRaised:
                 check(raises, "an error that nobody raised")
-            finally:
-                if hook is not None:
-                    hook.remove()
         return loss.item()
 
     def forward(self, x: Tensor) -> None:
@@ -312,8 +291,6 @@ class Run:
         """Run one iteration. Returns the values to compare."""
         step = self.program.steps[number]
         neutral = step.neutral if self.neutral else {}
-        if "copy" in neutral:
-            self.copy()
         if "restore" in neutral:
             self.restore(neutral["restore"])
         if step.write == "before":
@@ -322,15 +299,10 @@ class Run:
         if "discard" in neutral and not step.parts[0]["overflow"]:
             self.backward(number, 0, delay_unscale=neutral["discard"][0])
             self.discard(step, neutral["discard"][1])
-        if step.apart != 1.0 and self.rank == 1:
-            loss_id = step.parts[-1]["loss"]
-            state = amp.state_dict()
-            state[f"loss_scaler{loss_id}"]["loss_scale"] *= step.apart
-            amp.load_state_dict(state)
         losses = []
         for index in range(len(step.parts)):
-            if "raises" in neutral and neutral["raises"][0] == index:
-                self.backward(number, index, raises=neutral["raises"][1])
+            if neutral.get("raises") == index:
+                self.backward(number, index, raises=True)
             if "evaluate" in neutral:
                 with torch.no_grad():
                     self.forward(batch(self.program, number, index, 0))
@@ -370,10 +342,6 @@ class PlainRun(Run):
     def masters(self) -> list[Tensor]:
         return list(self.net.parameters())
 
-    def copy(self) -> None:
-        super().copy()
-        self.scaler = copy.deepcopy(self.scaler)
-
     def restore(self, order: str) -> None:
         states = [self.net.state_dict(), [o.state_dict() for o in self.known]]
         states.append(self.scaler.state_dict())
@@ -391,7 +359,7 @@ class PlainRun(Run):
     def forward(self, x: Tensor) -> None:
         self.net(x.to(PLAIN[self.program.level]))
 
-    def backward(self, number: int, index: int, raises: str = "", **options: Any) -> float:
+    def backward(self, number: int, index: int, raises: bool = False, **options: Any) -> float:
         program, step = self.program, self.program.steps[number]
         part = step.parts[index]
         quiet = program.wrapper and step.no_sync and index < len(step.parts) - 1

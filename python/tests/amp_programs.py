@@ -45,20 +45,16 @@ def draw_program(seed: int) -> Program:
         scale = rng.choice([None, "dynamic"] if level != "float16" or name in FUSED else [None])
     count = rng.choice([1, 1, 2])
     dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
-    # At scale 1 without master weights, the context does nothing, and so restores nothing.
-    restores = dynamic or scale == 8.0 or "O2" in level
-    kinds = ["before backward"] + ["after backward"] * restores
-    kinds += ["in backward"] * (restores and wrapper != "torch")  # torch's wrapper does not recover
-    orders = ["model first", "optimizer first"] + ["before initialize"] * (not wrapper)
+    # At O2, the master weights are in the optimizer's state, which must be loaded afterwards.
+    orders = ["model first", "optimizer first"] + ["before initialize"] * ("O2" not in level)
     often_skips_first = rng.random() < 0.3
 
     def neutral(parts: int) -> dict[str, Any]:
         drawn = {
-            "copy": True,
             "restore": rng.choice(orders),
             "evaluate": True,
             "discard": (rng.choice([False, True]), rng.choice(DISCARDS)),
-            "raises": (rng.randrange(parts), rng.choice(kinds)),
+            "raises": rng.randrange(parts),
             "forward": True,
         }
         kept = {key: value for key, value in drawn.items() if rng.random() < 0.25}
@@ -77,19 +73,15 @@ def draw_program(seed: int) -> Program:
             for _ in range(rng.choice([1, 1, 2, 3]))
         ]
         parts[-1]["delay"] = False
-        apart = rng.choice([0.25, 4.0]) if rng.random() < 0.2 else 1.0
-        if plain or not dynamic or not wrapper:
-            apart = 1.0
-        skipped = apart != 1.0 or any(part["overflow"] for part in parts)
+        skipped = any(part["overflow"] for part in parts)
         return Step(
             parts,
             rng.choice(["", "", "", "before", "late"]),
             rng.choice(["data", "numpy", "in place"]),
-            rng.random() < 0.2 and not plain and apart == 1.0,
+            rng.random() < 0.2 and not plain,
             rng.random() < 0.5,
             rng.random() < 0.3,
             1 + (rng.random() < 0.2 and not skipped and not (plain and dynamic)),
-            apart,
             neutral(len(parts)),
         )
 
@@ -119,11 +111,10 @@ def _smaller(program: Program) -> Iterator[Program]:
         for name in step.neutral:
             kept = {key: value for key, value in step.neutral.items() if key != name}
             yield replace(program, steps=[*before, replace(step, neutral=kept), *after])
-        if len(step.parts) > 1 and step.neutral.get("raises", (0,))[0] == 0:
+        if len(step.parts) > 1 and step.neutral.get("raises", 0) == 0:
             yield replace(program, steps=[*before, replace(step, parts=step.parts[-1:]), *after])
         usual: dict[str, Any] = {
             "write": "", "rescale": False, "no_sync": False, "zeros": False, "times": 1,
-            "apart": 1.0,
         }  # fmt: skip
         for name, value in usual.items():
             if getattr(step, name) != value:

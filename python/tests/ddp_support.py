@@ -80,7 +80,7 @@ def forget_amp() -> None:
         state.handle._deactivate()
         state.handle = None
     vars(state).pop("opt_properties", None)
-    state.loss_scalers, state.latest_scalers, state.optimizers = [], [], []
+    state.loss_scalers = []
 
 
 def bucket_names(ddp: Any) -> list[list[str]]:

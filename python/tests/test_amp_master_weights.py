@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp, raises
+from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp
 from torch import Tensor, nn
 
 from apex import amp
@@ -96,7 +96,6 @@ def _seed_per_rank(rank: int, world: int) -> None:
                     # creates the masters of parameters that are not broadcast yet
                     optimizer.zero_grad()
                 wrapped = share(model)
-                _check_ranks(model, optimizer, f"{what}, before the first step")
                 _train(wrapped, optimizer, rank, range(4))
                 _check_ranks(model, optimizer, what)
 
@@ -108,24 +107,19 @@ def test_master_weights_seed_per_rank_are_the_same_on_every_rank(ranks: RankPool
 def _initialized_after_wrapping(rank: int, world: int) -> None:
     # As in mmengine's ApexOptimWrapper: inside the first iteration, with the wrapped module.
     for level in ("O1", "O2", "O3"):
-        for own in (True, False):
-            torch.manual_seed(rank)
-            model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
-            wrapped = WAYS["apex" if own else "torch"](model)
-            optimizer = _sgd(model.parameters())
-            options = {"opt_level": level, "loss_scale": 64.0, "verbosity": 0}
-            if own or level == "O1":
-                model, optimizer = amp.initialize(model, optimizer, **options)
-                _train(wrapped, optimizer, rank, range(4))
-                _check_ranks(model, optimizer, level)
-            else:
-                with raises(RuntimeError, "before", "torch.nn.parallel.DistributedDataParallel"):
-                    amp.initialize(model, optimizer, **options)
-                check_equal(model[0].weight.dtype, torch.float32, "type after the refusal")
-            forget_amp()
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+        wrapped = DistributedDataParallel(model)
+        optimizer = _sgd(model.parameters())
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+        )
+        _train(wrapped, optimizer, rank, range(4))
+        _check_ranks(model, optimizer, level)
+        forget_amp()
 
 
-def test_initialize_after_wrapping_averages_gradients_or_is_refused(ranks: RankPool) -> None:
+def test_initialize_after_wrapping_averages_gradients(ranks: RankPool) -> None:
     ranks.run(2, _initialized_after_wrapping)
 
 
@@ -204,20 +198,55 @@ def test_model_loaded_on_rank_0_and_sent_is_the_same_on_every_rank(ranks: RankPo
     ranks.run(2, _loaded_on_rank_0)
 
 
-def test_one_rank_keeps_the_values_of_before_the_cast() -> None:
+def _model_and_masters(seed: int) -> tuple[nn.Module, Any]:
+    model, optimizer = _build(seed, "O2")
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _saves(rank: int, world: int, path: str) -> list[Tensor]:
+    """Masters with bits that the model's parameters do not have."""
+    model, optimizer = _build(7, "O2")
+    _train(DistributedDataParallel(model), optimizer, rank, range(3))
+    if rank == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), path)
+    dist.barrier()
+    return [m.detach().numpy() for m in amp.master_params(optimizer)]
+
+
+def _loads(rank: int, world: int, path: str, masters: list[Any]) -> None:
+    for first in (0, 1):
+        model, optimizer = _model_and_masters(50 + rank)
+        saved = torch.load(path)
+        for index in (first, 1 - first):
+            (model, optimizer)[index].load_state_dict(saved[index])
+        DistributedDataParallel(model)
+        with amp.scale_loss(model(torch.ones(2, 5)).sum() * 0, optimizer) as scaled:
+            scaled.backward()
+        for mine, want in zip(amp.master_params(optimizer), masters, strict=True):
+            check_equal(mine.detach(), torch.from_numpy(want), f"{world} ranks, {first} first")
+        forget_amp()
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
+def test_checkpoint_of_another_number_of_ranks_keeps_all_bits(
+    ranks: RankPool, tmp_path: Any, worlds: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    masters = ranks.run(worlds[0], _saves, path)[0]
+    assert any((m != torch.from_numpy(m).half().float().numpy()).any() for m in masters)
+    ranks.run(worlds[1], _loads, path, masters)
+
+
+def test_written_parameter_is_followed_before_and_after_the_first_step() -> None:
     try:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 3)
-        exact = model.weight.detach().clone()
-        optimizer = _sgd(model.parameters())
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        check_equal(model.state_dict()["weight"], exact, "state_dict")
-        optimizer.zero_grad()
-        check_equal(next(amp.master_params(optimizer)).detach(), exact, "master weight")
-        with torch.no_grad():
-            model.weight[0] = 2.0  # after the masters were created, and before the first step
-        expected = exact.clone()
-        expected[0] = 2.0
-        check_equal(next(amp.master_params(optimizer)).detach(), expected, "what was written")
+        model, optimizer = _model_and_masters(0)
+        for _ in range(2):
+            with torch.no_grad():
+                model[0].weight[0] = 2.0
+            with amp.scale_loss(model(torch.ones(2, 5)).sum() * 0, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            check_equal(next(amp.master_params(optimizer))[0].detach(), torch.full((5,), 2.0), "")
     finally:
         forget_amp()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -198,32 +199,61 @@ def test_scale_loss_leaves_model_grads_scaled_and_master_grads_unscaled() -> Non
     assert optimizer._amp_stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
 
 
-def test_scale_loss_body_that_raises_keeps_earlier_gradients() -> None:
-    model, optimizer = one("O1", loss_scale=4.0)
-    backward(model, optimizer)
-    before = model.weight.grad.clone()
-    with pytest.raises(KeyError), amp.scale_loss(model(X), optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert torch.equal(model.weight.grad, before)
-    backward(model, optimizer)
-    assert torch.equal(model.weight.grad, 2 * before)
+def test_scale_loss_unknown_optimizer_is_refused() -> None:
+    model, optimizer = one("O2")
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    for unknown in (other, copy.deepcopy(optimizer)):
+        with pytest.raises(RuntimeError, match="a SGD that amp does not know.*to amp.initialize"):
+            backward(model, unknown)
+
+
+def test_scale_loss_body_that_raises_leaves_unscaled_gradients() -> None:
+    for level in ("O1", "O2"):
+        model, optimizer = one(level, loss_scale=4.0)
+        backward(model, optimizer)
+        once = [p.grad.clone() for p in amp.master_params(optimizer)]
+        with pytest.raises(KeyError), amp.scale_loss(model(X), optimizer) as scaled:
+            scaled.backward()
+            raise KeyError
+        backward(model, optimizer)
+        for param, grad in zip(amp.master_params(optimizer), once, strict=True):
+            assert torch.equal(param.grad, 3 * grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_delay_overflow_check_neither_changes_the_scale_nor_skips(level: str) -> None:
+    model, optimizer = one(level, loss_scale="dynamic")
+    scaler = _amp_state.loss_scalers[0]
+    backward(model, optimizer, bad=True, delay_overflow_check=True)
+    assert scaler.loss_scale() == 2.0**16
+    assert scaler.update_scale() and scaler.loss_scale() == 2.0**15, "the script decides"
+    optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    backward(model, optimizer, delay_overflow_check=True)
+    assert not scaler.update_scale()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_parameter_of_two_optimizers_in_contexts_of_other_scales(level: str) -> None:
+    model = Toy(0.0)
+    pair: list = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    model, pair = amp.initialize(
+        model, pair, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
+    )
+    backward(model, pair[0])
+    once = [p.grad.clone() for p in amp.master_params(pair[0])]
+    _amp_state.loss_scalers[1]._loss_scale = 2.0**10
+    backward(model, pair[1], loss_id=1)
+    for param, grad in zip(amp.master_params(pair[1]), once, strict=True):
+        assert torch.equal(param.grad, 2 * grad)
 
 
 def test_scale_loss_other_than_optimizers_raises() -> None:
     model, _ = one("O2")
     with pytest.raises(TypeError, match="not Toy"), amp.scale_loss(model(X), model):
         pass
-
-
-def test_scale_loss_optimizer_made_after_initialize_works() -> None:
-    model = amp.initialize(Toy(0.0), opt_level="O2", verbosity=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4)
-    before = model.weight.detach().clone()
-    backward(model, optimizer)
-    optimizer.step()
-    assert not torch.equal(before, model.weight)
-    assert next(amp.master_params(optimizer)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O2-bf16"])
@@ -311,18 +341,6 @@ def test_step_after_gradients_left_scaled_were_discarded_changes_nothing(
         assert torch.equal(master, value)
 
 
-def test_delay_overflow_check_defers_scale_update_and_skip() -> None:
-    model, optimizer = one("O2")
-    step = optimizer.step
-    backward(model, optimizer, bad=True, delay_overflow_check=True)
-    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**16 and optimizer.step == step
-    before = model.weight.detach().clone()
-    backward(model, optimizer)
-    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
-    optimizer.step()
-    assert torch.equal(before, model.weight), "the overflow that was deferred was forgotten"
-
-
 def test_zero_grad_drops_everything_that_was_accumulated() -> None:
     for level in ("O1", "O2"):
         for set_to_none in (True, False):
@@ -395,6 +413,22 @@ def test_add_param_group_makes_masters_at_once_and_refuses_duplicates() -> None:
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [named]})
     assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_parameter_added_with_a_gradient_is_refused_until_it_is_cleared(level: str) -> None:
+    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
+    models, optimizer = amp.initialize(
+        models, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    with amp.scale_loss(models[0](X) + models[1](X), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(RuntimeError, match="parameter 0 given to SGD.add_param_group"):
+        optimizer.add_param_group({"params": models[1].parameters()})
+    models[1].zero_grad(set_to_none=False)
+    optimizer.add_param_group({"params": models[1].parameters()})
+    backward(models[1], optimizer)
 
 
 def test_frozen_parameter_gets_no_master_until_it_is_unfrozen() -> None:
@@ -474,8 +508,8 @@ def test_step_runs_with_casts_off() -> None:
     assert optimizer.kind == torch.float32 and (X @ X).dtype == torch.float16
 
 
-# Not O3: torch cannot add sparse float16 tensors on the CPU.
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+# Not O2: torch cannot add sparse float16 tensors on the CPU.
+@pytest.mark.parametrize("level", ["O0", "O1", "O2-bf16"])
 def test_sparse_gradients_are_unscaled(level: str) -> None:
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -548,114 +582,6 @@ def test_overflow_in_a_closure_is_evaluated_again_not_stepped(
     assert losses[-1] < 0.05 * losses[0]
 
 
-ADDED = ["inside the context", "after the context", "after an earlier one"]
-
-
-@pytest.mark.parametrize("kind", ["SGD", "LARC"])
-@pytest.mark.parametrize("when", ADDED)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O2-bf16", "O3"])
-def test_parameter_added_with_a_gradient_is_stepped_unscaled_or_refused(
-    level: str, when: str, kind: str
-) -> None:
-    models: list[nn.Module] = [Toy(0.0), Toy(1.0)]
-    optimizer = torch.optim.SGD(models[0].parameters(), lr=1.0)
-    models, optimizer = amp.initialize(
-        models, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
-    )
-    stepped = LARC(optimizer) if kind == "LARC" else optimizer
-    before = [p.detach().clone() for model in models for p in model.parameters()]
-
-    def add() -> None:
-        stepped.add_param_group({"params": models[1].parameters(), "lr": 2.0**9})
-
-    with amp.scale_loss(models[0](X) + models[1](X), stepped) as scaled:
-        if when == "inside the context":
-            add()
-        scaled.backward()
-    if when == "inside the context":
-        reference = Toy(1.0)
-        with amp.disable_casts():
-            reference(X).backward()
-        added = list(amp.master_params(optimizer))[2:]
-        for master, param in zip(added, reference.parameters(), strict=True):
-            assert torch.equal(master.grad.float(), param.grad)
-        stepped.step()
-        for param, value in zip(models[1].parameters(), before[2:], strict=True):
-            assert not torch.equal(param, value)
-        return
-    if when == "after an earlier one":
-        stepped.step()
-        before = [p.detach().clone() for model in models for p in model.parameters()]
-    add()
-    for attempt in (stepped.step, lambda: backward(models[1], stepped)):
-        with pytest.raises(RuntimeError, match=r"param_groups\[1\]\['params'\]\[0\].*zero_grad"):
-            attempt()
-    for param, value in zip((p for m in models for p in m.parameters()), before, strict=True):
-        assert torch.equal(param, value)
-    models[1].zero_grad(set_to_none=False)
-    stepped.step()
-    assert torch.equal(models[1].weight, before[2])
-    stepped.zero_grad()
-    backward(models[1], stepped)
-    stepped.step()
-    assert not torch.equal(models[1].weight, before[2])
-
-
-@pytest.mark.parametrize("then", ["step", "another loss_id", "another optimizer", "zero_grad"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_delayed_overflow_is_not_stepped_whatever_comes_next(level: str, then: str) -> None:
-    model = Toy(0.0)
-    halves = [torch.optim.SGD([param], lr=2.0**4) for param in model.parameters()]
-    model, optimizers = amp.initialize(
-        model, halves, opt_level=level, loss_scale="dynamic", num_losses=2, verbosity=0
-    )
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(model, optimizers, bad=True, delay_overflow_check=True)
-    if then == "another loss_id":
-        backward(model, optimizers, loss_id=1)
-    elif then == "another optimizer":
-        backward(model, optimizers[1])
-    elif then == "zero_grad":
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        backward(model, optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
-    scales = [scaler.loss_scale() for scaler in _amp_state.loss_scalers]
-    if then == "zero_grad":
-        assert scales == [2.0**16, 2.0**16]
-        assert not torch.equal(model.weight, before[0])
-    else:
-        assert scales[0] == 2.0**15
-        for param, value in zip(model.parameters(), before, strict=True):
-            assert torch.equal(param, value)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    start = model.weight.detach().clone()
-    backward(model, optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert not torch.equal(model.weight, start) and model.weight.isfinite().all()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_that_another_optimizer_left_scaled_are_refused(level: str) -> None:
-    model = Toy(0.0)
-    pair: list = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
-    model, pair = amp.initialize(model, pair, opt_level=level, loss_scale=8.0, verbosity=0)
-    backward(model, pair)
-    want = [2 * m.grad for m in amp.master_params(pair[1])]
-    pair[0].zero_grad()
-    pair[1].zero_grad()
-    backward(model, pair[0], delay_unscale=True)
-    for attempt in (pair[1].step, lambda: backward(model, pair[1])):
-        with pytest.raises(RuntimeError, match="another optimizer.*both optimizers"):
-            attempt()
-    backward(model, pair)
-    for master, grad in zip(amp.master_params(pair[1]), want, strict=True):
-        assert torch.equal(master.grad, grad)
-
-
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -663,23 +589,15 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", ["initialize", "LARC", "scale_loss", "load_state_dict"])
+@pytest.mark.parametrize("how", ["initialize", "LARC"])
 def test_zero_redundancy_optimizer_with_master_weights_is_refused(how: str, one_rank: None) -> None:
     model = nn.Linear(2, 1)
     optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer.* O1"):
-        if how in ("initialize", "LARC"):
-            given = LARC(optimizer) if how == "LARC" else optimizer
-            amp.initialize(model, given, opt_level="O2", verbosity=0)
-        else:
-            amp.initialize(model, opt_level="O2", verbosity=0)
-            if how == "load_state_dict":
-                optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
-            else:
-                with amp.scale_loss(model(X).sum(), optimizer):
-                    pass
+        given = LARC(optimizer) if how == "LARC" else optimizer
+        amp.initialize(model, given, opt_level="O2", verbosity=0)
     assert not hasattr(optimizer, "_amp_stash")
-    assert (model.weight.dtype == torch.float32) == (how in ("initialize", "LARC"))
+    assert model.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O3-bf16"])

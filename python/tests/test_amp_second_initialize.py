@@ -86,14 +86,3 @@ def test_second_model_trains_at_its_own_level(other: dict[str, Any]) -> None:
     with torch.no_grad():
         for a, b in zip(_masters(optimizer), reference[0].parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-2)
-
-
-def test_optimizer_made_after_a_second_initialize_is_of_that_one() -> None:
-    _, first = amp.initialize(*_pair(0), opt_level="O2", verbosity=0)
-    model, _ = _pair(1)
-    amp.initialize(model, opt_level="O3", loss_scale=2.0, verbosity=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert _amp_state.loss_scalers is first._amp_stash.scalers
-    _step(model, optimizer, 0)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0
-    assert next(amp.master_params(optimizer)).dtype == torch.float16

@@ -7,8 +7,6 @@ and gradients set to zero or None in several ways are compared with float32 with
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +36,6 @@ class Net(nn.Module):
         if both:
             h = h + self.second(x)
         return self.last(torch.tanh(self.norm(h)))
-
-
-class Raised(Exception):
-    pass
 
 
 def _each(change: Callable[[nn.Parameter], None]) -> Callable[[Run], None]:
@@ -96,23 +90,14 @@ class Run:
         return [part / (self.world if self.level is None else 1) for part in parts]
 
     def backward(self, seed: int, kind: str, both: bool) -> None:
-        if self.level is None and kind == "raise":
-            with torch.no_grad():
-                self.losses(seed, both)  # batch norm counts this forward
-            return
         loss = sum(self.losses(seed, both))
         if self.level is None:
             loss.backward()
             self.overflowed |= kind == "overflow"
             return
         delay = {"delay_unscale": kind == "delay"}
-        with (
-            contextlib.suppress(Raised),
-            amp.scale_loss(loss, self.optimizer, **delay) as scaled,
-        ):
+        with amp.scale_loss(loss, self.optimizer, **delay) as scaled:
             (scaled * (float("inf") if kind == "overflow" else 1.0)).backward()
-            if kind == "raise":
-                raise Raised
 
     def step(self) -> None:
         if self.level is not None or not self.overflowed:
@@ -149,11 +134,12 @@ def test_discarded_batch_leaves_no_gradient(level: str, way: str) -> None:
     batch = ("backward", 1, "", True)
     _compare(level, [batch, ("discard", way), ("backward", 2, "", True), ("step",)])
     _compare(level, [batch, batch, ("discard", way), ("backward", 2, "", False), ("step",)])
-    if way != "data.zero_":  # data.zero_ does not change the version
+    if "zero" not in way or "optimizer" in way or "O2" not in level:
+        # At O2, zeros written between scale_loss and step do not reach the master weights.
         _compare(level, [batch, ("step",), batch, ("discard", way), ("step",)])
 
 
-@pytest.mark.parametrize("way", DISCARDS)
+@pytest.mark.parametrize("way", ["optimizer", "optimizer, zeros"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_of_a_discarded_batch_skips_no_step(level: str, way: str) -> None:
     batch = ("backward", 1, "", True)
@@ -185,76 +171,3 @@ def test_model_gradients_are_the_rounded_sum_of_all_contexts(level: str) -> None
     for param, master in zip(run.net.parameters(), amp.master_params(run.optimizer), strict=True):
         if param is not master:
             assert torch.equal(param.grad, (master.grad * 8.0).to(param.dtype))
-
-
-class Pair(nn.Module):
-    """The gradient of `small` is 1e-9, that of `large` is 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.large = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.small.float().sum() * 1e-9, self.large.float().sum()
-
-
-def _pair(contexts: tuple[int, ...]) -> Run:
-    """The second loss, of `large`, has a scale of 1, at which 1e-9 is 0 in float16."""
-    run = Run(None)
-    net = Pair()
-    run.net, run.optimizer = amp.initialize(
-        net, torch.optim.SGD(net.parameters(), lr=1.0), opt_level="O2", num_losses=2, verbosity=0
-    )
-    amp._amp_state.loss_scalers[1]._loss_scale = 1.0
-    for loss_id in contexts:
-        with amp.scale_loss(run.net()[loss_id], run.optimizer, loss_id) as scaled:
-            scaled.backward()
-    return run
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_gradient_that_is_zero_in_float16_is_kept(raises: bool) -> None:
-    run = _pair((0, 1))
-    small = next(iter(amp.master_params(run.optimizer)))
-    for _ in range(2):
-        with (
-            contextlib.suppress(Raised),
-            amp.scale_loss(run.net()[1], run.optimizer, 1) as scaled,
-        ):
-            scaled.backward()
-            if raises:
-                raise Raised
-        assert not run.net.small.grad.any()
-        torch.testing.assert_close(small.grad, torch.tensor([1e-9]), rtol=1e-2, atol=0)
-
-
-def test_gradient_set_on_a_master_whose_model_gradient_is_zero_is_kept() -> None:
-    run = Run("O2", scale=8.0)
-    run.run([("backward", 1, "", True), ("discard", "model, zeros"), ("backward", 2, "", False)])
-    second = list(amp.master_params(run.optimizer))[2]
-    second.grad.fill_(3.0)
-    run.backward(3, "", False)
-    assert second.grad.eq(3.0).all()
-
-
-@pytest.mark.parametrize("way", [way for way in DISCARDS if way != "data.zero_"])
-def test_gradient_that_is_zero_in_float16_can_be_discarded(way: str) -> None:
-    run = _pair((0, 1))
-    DISCARDS[way](run)
-    with amp.scale_loss(run.net()[1], run.optimizer, 1) as scaled:
-        scaled.backward()
-    small = next(iter(amp.master_params(run.optimizer)))
-    assert small.grad is None or not small.grad.any()
-
-
-@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
-def test_gradient_set_on_a_master_is_stepped(level: str) -> None:
-    run = Run(level, scale=8.0)
-    run.run([("backward", 1, "", True)])
-    want = copy.deepcopy([m.detach() for m in amp.master_params(run.optimizer)])
-    for master in amp.master_params(run.optimizer):
-        master.grad = torch.ones_like(master)
-    run.net.zero_grad()
-    run.optimizer.step()
-    stepped = list(amp.master_params(run.optimizer))
-    assert not any(torch.equal(a, b) for a, b in zip(want[:4], stepped[:4], strict=True))

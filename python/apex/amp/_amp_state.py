@@ -16,8 +16,8 @@ import torch
 
 if TYPE_CHECKING:
     from ._handle import AmpHandle, NoOpHandle
-    from ._optimizer_stash import OptimizerStash
     from .frontend import Properties
+    from .optimizer import OptimizerStash
     from .scaler import LossScaler
 
 
@@ -36,24 +36,10 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.handle: AmpHandle | NoOpHandle | None = None
-        #: The scalers of the last ``initialize`` with known optimizers. Each optimizer keeps its
-        #: own.
+        #: The scalers of the last ``initialize``. Each optimizer keeps its own.
         self.loss_scalers: list[LossScaler] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        #: The scalers of the last ``initialize``, for optimizers that are created after it.
-        self.latest_scalers: list[LossScaler] = []
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = 2.0**24
-
-    def adopt(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Record `optimizers` of the last ``initialize``, whose scalers are then checkpointed.
-
-        A model initialized for inference, without optimizers, does not replace the scalers of a
-        model in training.
-        """
-        if self.loss_scalers is not self.latest_scalers and (optimizers or not self.optimizers):
-            self.loss_scalers, self.optimizers = self.latest_scalers, []
-        self.optimizers += optimizers
 
 
 _amp_state = AmpState()
@@ -106,8 +92,5 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     Use it for clipping: ``clip_grad_norm_(amp.master_params(optimizer), max_norm)`` between the
     end of ``scale_loss`` and ``optimizer.step()``. Works for :class:`apex.parallel.LARC.LARC`.
     """
-    stash = find_stash(optimizer)
-    if stash is not None:
-        stash.follow_model()
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +12,11 @@ import torch
 from .._internal.dtypes import LOW_PRECISION_DTYPES, convert_modules, is_low_precision
 from .._internal.refused import DataParallelWrapper, KeepsMasterWeights
 from .._internal.tree import map_tensors
-from ._amp_state import _amp_state, several_ranks, warn_or_err
-from ._full_values import hook_state_dicts, remember
+from ._amp_state import _amp_state, warn_or_err
 from ._handle import disable_casts
-from ._process_optimizer import (
-    adopt_before_load,
-    process_optimizer,
-    refuse_master_weights,
-)
+from ._process_optimizer import process_optimizer, refuse_master_weights
 from .amp import init
+from .optimizer import float32_value, refuse_sharded
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -105,50 +99,16 @@ def _check_models(models: list[torch.nn.Module]) -> None:
                     )
 
 
-def _check_scripted(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    for model in models if dtype in LOW_PRECISION_DTYPES else ():
+def _check_castable(models: list[torch.nn.Module]) -> None:
+    for model in models:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RuntimeError(
                     f"amp.initialize cannot cast the scripted module {name or 'itself'!r}, whose "
                     "state_dict() cannot be made float32: script after initialize, or use level O1."
                 )
-
-
-def _check_sharded(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Refuse to cast FSDP2 (fully_shard) parameters: it would still gather the old dtype."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or dtype not in LOW_PRECISION_DTYPES:
-        return
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, fsdp.FSDPModule):
-                raise RuntimeError(
-                    f"amp.initialize cannot cast the module {name or 'itself'!r}, whose parameters "
-                    "fully_shard has sharded: use level O1, which casts no parameters, or "
-                    "fully_shard's MixedPrecisionPolicy."
-                )
-
-
-def _check_hooks(models: list[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Refuse to cast parameters in torch's DistributedDataParallel.
-
-    Its hooks are on the gradient accumulators, which autograd replaces when the dtype changes, so
-    it would no longer average the gradients. (Our wrapper checks for this before each forward.)
-    """
-    if not several_ranks():
-        return
-    cast = {id(p) for m in models for p in m.parameters() if p.requires_grad and p.dtype != dtype}
-    for wrapper in [thing for thing in gc.get_objects() if issubclass(type(thing), _TORCH_DDP)]:
-        for name, parameter in wrapper.named_parameters():
-            if id(parameter) in cast:
-                raise RuntimeError(
-                    f"amp.initialize would cast the parameter {name!r}, which a "
-                    "torch.nn.parallel.DistributedDataParallel already wraps, and its gradient "
-                    "would no longer be averaged. Call amp.initialize before the model is wrapped, "
-                    "or use level O1, which casts no parameters, or "
-                    "apex.parallel.DistributedDataParallel, which may be constructed first."
-                )
+        for name, parameter in model.named_parameters():
+            refuse_sharded(f"the parameter {name!r}", parameter)
 
 
 def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -169,17 +129,34 @@ def _check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
         )
 
 
-def _remember_values(params: list[torch.Tensor], trained: set[int]) -> dict[int, torch.Tensor]:
-    """Float32 copies. On the CPU if no optimizer has the parameter, which may never be trained."""
-    return {
-        id(param): param.detach().to(
-            param.device if id(param) in trained or param.is_meta else "cpu",
-            torch.float32,
-            copy=True,
-        )
-        for param in params
-        if param.requires_grad and param.dtype in (torch.float32, torch.float64)
-    }
+def _save_float32(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """A state-dict hook that makes the state of one module float32."""
+    for named in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        for name, tensor in named:
+            saved = state.get(prefix + name)
+            # With keep_vars=True the caller requests the parameter itself.
+            if isinstance(saved, torch.Tensor) and saved is not tensor and is_low_precision(saved):
+                state[prefix + name] = float32_value(tensor)
+
+
+def _refuse_assign(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
+) -> None:
+    """Refuse ``load_state_dict(assign=True)`` of float32 values before anything is assigned."""
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module.named_parameters():
+        loaded = state.get(prefix + name)
+        if not isinstance(loaded, torch.Tensor) or not is_low_precision(parameter):
+            continue
+        if loaded.dtype != parameter.dtype:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace {prefix + name}, which amp has cast "
+                f"to {parameter.dtype}, by a {loaded.dtype} parameter: load without assign=True, "
+                "or before amp.initialize."
+            )
 
 
 def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
@@ -188,9 +165,9 @@ def _cast_model(model: torch.nn.Module, properties: Properties) -> None:
     output_dtype = properties.cast_model_outputs or torch.float32
     o1 = bool(properties.patch_torch_functions)
     model.forward = CastForward(model.forward, dtype, output_dtype, o1)
-    if dtype in LOW_PRECISION_DTYPES:
-        hook_state_dicts(model, keep_full_values=bool(properties.master_weights))
-        adopt_before_load()
+    for module in model.modules() if dtype in LOW_PRECISION_DTYPES else ():
+        module.register_state_dict_post_hook(_save_float32)
+        module.register_load_state_dict_pre_hook(_refuse_assign)
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
@@ -213,22 +190,11 @@ def _cast_models(
     properties: Properties,
 ) -> None:
     if properties.cast_model_type:
-        keep = properties.master_weights and not several_ranks()
-        # Parameters of models too, because an optimizer may get them later.
-        every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        trained = set(map(id, every))
-        every += [p for model in models for p in model.parameters()]
-        params = list({id(param): param for param in every}.values())
-        values = _remember_values(params, trained) if keep else {}
         for model in models:
             _cast_model(model, properties)
-        for param in params:
-            if id(param) in values and is_low_precision(param):
-                remember(param, values[id(param)])
-        for optimizer in optimizers:
-            # With master weights, the state stays float32 and moves to them.
-            if not properties.master_weights:
-                _recast_state(optimizer)
+        # With master weights, the state stays float32 and moves to them.
+        for optimizer in optimizers if not properties.master_weights else ():
+            _recast_state(optimizer)
     elif properties.cast_model_outputs:
         for model in models:
             model.forward = CastForward(model.forward, None, properties.cast_model_outputs, True)
@@ -248,10 +214,8 @@ def setup(
     for optimizer in optimizers:
         if properties.master_weights:
             refuse_master_weights(optimizer)
-    if properties.cast_model_type:
-        _check_scripted(models, properties.cast_model_type)
-        _check_sharded(models, properties.cast_model_type)
-        _check_hooks(models, properties.cast_model_type)
+    if properties.cast_model_type in LOW_PRECISION_DTYPES:
+        _check_castable(models)
     loss_scalers = [
         LossScaler(
             properties.loss_scale,
@@ -271,7 +235,7 @@ def setup(
     elif _amp_state.handle is not None:
         _amp_state.handle._deactivate()
     _cast_models(models, optimizers, properties)
-    _amp_state.latest_scalers = loss_scalers
-    _amp_state.adopt(*optimizers)
+    if optimizers or not _amp_state.loss_scalers:  # a model for inference needs none
+        _amp_state.loss_scalers = loss_scalers
     for optimizer in optimizers:
         process_optimizer(optimizer, bool(properties.master_weights), loss_scalers)

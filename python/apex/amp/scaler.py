@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _core
+from apex import _core
+
 from .._internal import joining, not_served
 from .._internal.group_names import name_of
 from ..multi_tensor_apply._operations import multi_tensor_axpby, multi_tensor_scale
@@ -24,7 +24,7 @@ _PICKLED = (
 )  # fmt: skip
 
 
-def _warn_of_scales(rank: int, scales: list[float]) -> None:
+def _differ(rank: int, scales: list[float]) -> RuntimeError:
     ranks: dict[float, list[str]] = {}
     for other, scale in enumerate(scales):
         ranks.setdefault(scale, []).append(str(other))
@@ -32,11 +32,9 @@ def _warn_of_scales(rank: int, scales: list[float]) -> None:
         f"{scale:g} on {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
         for scale, found in ranks.items()
     )
-    warnings.warn(
-        f"rank {rank} of {len(scales)}: the loss scales of the ranks differ ({which}), so this "
-        "step is skipped and all ranks take the smallest; call amp.load_state_dict on every rank.",
-        RuntimeWarning,
-        stacklevel=2,
+    return RuntimeError(
+        f"rank {rank} of {len(scales)}: the loss scales of the ranks differ ({which}), so the "
+        "average of their gradients is wrong; call amp.load_state_dict on every rank."
     )
 
 
@@ -93,22 +91,9 @@ class LossScaler:
         #: By device: float32 ``[1]``, not 0 if a gradient since the last update was not finite.
         self._flags: dict[torch.device, Tensor] = {}
         self._decided = False  # the flags and _has_overflow belong to the last decision
-        #: The number of open scale_loss contexts, and the optimizers whose overflow the outermost
-        #: context checks.
-        self.contexts = 0
-        self.to_check: list[Any] = []
-        #: Optimizers of contexts with ``delay_overflow_check`` whose overflow is not evaluated yet.
-        self.deferred: list[Any] = []
         #: The ranks over which ``scale_loss`` combines the overflow flag: None (all), a group, or
         #: False.
         self.overflow_group: Any = None
-
-    def take_deferred(self) -> list[Any]:
-        """The optimizers with a deferred overflow check. Clears the list."""
-        stashes, self.deferred = self.deferred, []
-        for stash in stashes:
-            stash.deferred.pop(self, None)
-        return stashes
 
     def loss_scale(self) -> float:
         """The current scale."""
@@ -126,13 +111,14 @@ class LossScaler:
             self._overflow_buf = self._overflow_buf.to(loss.device)
         return loss.float() * self._loss_scale
 
-    def unscale_(self, grads: Sequence[Tensor]) -> None:
-        """Divide `grads` by the scale, in place.
+    def unscale_(self, grads: Sequence[Tensor], scale: float | None = None) -> None:
+        """Divide `grads` by `scale` (None: the current one), in place.
 
         If the scale is dynamic, record inf or nan in them. Floating-point and complex dtypes and
         devices may be mixed. Sparse gradients must be coalesced. Does not block.
         """
-        if self.has_no_effect:
+        scale = self._loss_scale if scale is None else scale
+        if scale == 1.0 and not self.dynamic:
             return
         self._begin()
         parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -144,11 +130,10 @@ class LossScaler:
                 parts.setdefault((values.device, values.dtype), []).append(values)
         with torch.no_grad():
             for (device, _), members in parts.items():
-                inverse = torch.full((1,), 1.0 / self._loss_scale, device=device)
+                inverse = torch.full((1,), 1.0 / scale, device=device)
                 if self.dynamic:
-                    torch._amp_foreach_non_finite_check_and_unscale_(
-                        members, self._flag(device), inverse
-                    )
+                    flag = self._flags.setdefault(device, torch.zeros(1, device=device))
+                    torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inverse)
                 else:
                     torch._foreach_mul_(members, inverse.squeeze(0))
 
@@ -187,11 +172,6 @@ class LossScaler:
         lists = [list(model_grads), list(stashed_master_grads), list(master_grads)]
         multi_tensor_axpby(0, self._overflow_buf, lists, out / present, out / stashed, 0)
 
-    def _flag(self, device: torch.device) -> Tensor:
-        if device not in self._flags:
-            self._flags[device] = torch.zeros(1, device=device)
-        return self._flags[device]
-
     def _begin(self) -> None:
         """Clear what the last decision was made of."""
         if self._decided:
@@ -210,43 +190,37 @@ class LossScaler:
         self._flags.clear()
         self._overflow_buf.zero_()
 
-    def ranks(self, group: Any = None) -> int:
-        """The number of ranks that :meth:`synchronize` involves, including this one."""
-        distributed = torch.distributed
-        if not self.dynamic or not distributed.is_available() or not distributed.is_initialized():
-            return 1
-        return distributed.get_world_size(group)
-
-    def synchronize(self, group: Any = None) -> None:
-        """Make the overflow flag and the scale equal on every rank of `group` (None: all ranks).
+    def synchronize(self) -> None:
+        """Make the overflow flag equal on every rank of ``overflow_group``, each of which must
+        call this method.
 
         For a dynamic scaler, one all-reduce of two numbers per rank, for which the host waits. No
         communication for a static scaler, with one rank, or without an initialized process group.
-        If the scales of the ranks differ (a state was loaded on one rank only), every rank takes
-        the smallest one, a RuntimeWarning names the ranks, and the flag is set. The step is then
-        skipped, because the average of the gradients is wrong. Every rank of the group must call
-        this method.
+
+        Raises:
+            RuntimeError: the scales of the ranks differ, or under ``join()``.
         """
-        if self.ranks(group) < 2:
+        dist = torch.distributed
+        group: Any = self.overflow_group
+        if not self.dynamic or group is False or not dist.is_available():
             return
-        distributed = torch.distributed
-        group = distributed.group.WORLD if group is None else group
+        if not dist.is_initialized() or dist.get_world_size(group) < 2:
+            return
         if joining.current() is not None:
             not_served.refuse(joining.WITH_AMP, RuntimeError)
-        found, rank = self.found_inf(), distributed.get_rank(group)
+        group = group or dist.group.WORLD
+        found, rank = self.found_inf(), dist.get_rank(group)
         # Each rank fills its own row and leaves the others zero.
-        rows = torch.zeros(distributed.get_world_size(group), 2, device=found.device)
+        rows = torch.zeros(dist.get_world_size(group), 2, device=found.device)
         rows[rank, :1].copy_(found)
         rows[rank, 1].fill_(self._loss_scale)
         what = "all-reduce of the overflow flags and scales of a LossScaler"
         _core.all_reduce_coalesced([rows], name_of(group), 1.0, what)
         flags, scales = rows.t().tolist()
+        if min(scales) != max(scales):
+            raise _differ(rank, scales)
         self.clear_overflow_state()
         self._has_overflow = any(flags)
-        smallest = min(scales)
-        if smallest != max(scales):
-            _warn_of_scales(rank, scales)
-            self._loss_scale, self._has_overflow = smallest, True
 
     def update_scale(self) -> bool:
         """Adapt the scale and return whether this step must be skipped.

@@ -9,43 +9,50 @@ from typing import Any
 
 import torch
 
-from apex._internal import skipped_steps
-
+from .._internal import skipped_steps
 from ._amp_state import _amp_state, find_stash
-from ._handle import forget_casts
-from ._optimizer_stash import OptimizerStash
-from ._overflow import check_overflow, ranks
-from ._process_optimizer import adopt
+from ._handle import disable_casts, forget_casts
+from .optimizer import OptimizerStash
 from .scaler import LossScaler
 
 
+def _listed(optimizers: Any) -> Any:
+    return optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+
+
 def _stashes(optimizers: Any) -> list[OptimizerStash]:
-    if not isinstance(optimizers, (list, tuple)):
-        optimizers = [optimizers]
     stashes = []
-    for optimizer in optimizers:
+    for optimizer in _listed(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 "amp.scale_loss takes an optimizer or a list of optimizers, not "
                 f"{type(optimizer).__name__}."
             )
         stash = find_stash(optimizer)
-        if stash is None and _amp_state.opt_properties.enabled:
-            adopt(optimizer)  # created after initialize, as some scripts do
-            stash = find_stash(optimizer)
-        # a LARC and its inner optimizer share one stash
-        if stash is not None and stash not in stashes:
+        if stash is None:
+            raise RuntimeError(
+                f"amp.scale_loss was given a {type(optimizer).__name__} that amp does not know, "
+                "such as a copy: pass every optimizer to amp.initialize, with its model."
+            )
+        if stash.in_context:
+            raise RuntimeError(
+                "amp.scale_loss was entered inside another amp.scale_loss of the same optimizer, "
+                "so their gradients would be mixed: call backward() on the sum of the losses in "
+                "one context, or exit the first context before entering the second."
+            )
+        if stash not in stashes:  # a LARC and its inner optimizer share one
             stashes.append(stash)
     return stashes
 
 
-def _scaler(stash: OptimizerStash, loss_id: int) -> LossScaler:
+def _scaler(stashes: list[OptimizerStash], loss_id: int) -> LossScaler:
+    scalers = stashes[0].scalers if stashes else _amp_state.loss_scalers
     try:
-        return stash.scalers[loss_id]
+        return scalers[loss_id]
     except IndexError:
         raise RuntimeError(
             f"amp.scale_loss was called with loss_id={loss_id}, but amp.initialize was called with "
-            f"num_losses={len(stash.scalers)}; pass a larger num_losses."
+            f"num_losses={len(scalers)}; pass a larger num_losses."
         ) from None
 
 
@@ -61,95 +68,81 @@ def scale_loss(
     """Context that yields the scaled loss; call ``backward()`` on it inside.
 
     Gradients of earlier contexts are kept, and backward adds to them. On exit, the gradients of the
-    optimizers' parameters (or of their masters) are unscaled and the scale is adapted. After an
-    overflow, the next ``step()`` of each optimizer does nothing. The overflow flag is first
-    combined over the ranks, so either all ranks skip or none, and all use one scale. With a dynamic
-    scale, every rank of the group must therefore exit the same number of these contexts.
+    optimizers' parameters (or of their master weights) are unscaled and the scale is adapted. After
+    an overflow, the next ``step()`` of each optimizer does nothing. The overflow flag is first
+    combined over the ranks, so either all ranks skip or none. With a dynamic scale, every rank of
+    the group must therefore exit the same number of these contexts. Casts of O1 are off inside.
 
     Args:
         loss: a floating-point scalar.
         optimizers: the optimizer, or list of optimizers, whose parameters get gradients from this
-            loss. :class:`~apex.parallel.LARC.LARC` and optimizers created after ``initialize`` are
-            accepted. With an empty list the loss is scaled, and nothing else is done.
+            loss. :class:`~apex.parallel.LARC.LARC` is accepted. With an empty list the loss is
+            scaled, and nothing else is done.
         loss_id: which of ``num_losses`` scalers to use.
         model: ignored; kept for old scripts.
         delay_unscale: leave the gradients scaled, for a later context without it. Until then,
             ``step()`` raises RuntimeError.
-        delay_overflow_check: neither adapt the scale nor skip. The next context of the same
-            ``loss_id`` without this option, or the next step, counts its overflow.
+        delay_overflow_check: neither adapt the scale nor skip, for scripts that decide themselves.
 
     Raises:
-        RuntimeError: before ``initialize``, for an unknown `loss_id`, inside another context of the
-            same optimizer, or if the body destroyed the process group.
+        RuntimeError: before ``initialize``, for an unknown `loss_id` or optimizer, inside another
+            context of the same optimizer, or if the scales of the ranks differ.
         TypeError: `loss` or `optimizers` has another type.
 
     If the scale is dynamic, waits for the device once.
     """
     del model
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"amp.scale_loss takes a loss tensor with a grad_fn, not a {type(loss).__name__}."
-        )
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
             "amp.scale_loss was called before amp.initialize; call amp.initialize first."
         )
-    stashes = _stashes(optimizers)
-    if not stashes:  # initialized with enabled=False, or for a script that unscales itself
-        alone = isinstance(optimizers, (list, tuple)) and not optimizers
-        scalers = _amp_state.latest_scalers if alone and _amp_state.opt_properties.enabled else []
-        yield scalers[loss_id].scale(loss) if scalers else loss
+    if not _amp_state.opt_properties.enabled and not any(map(find_stash, _listed(optimizers))):
+        yield loss
         return
-    scaler = _scaler(stashes[0], loss_id)
-    entered = False
-    failure: Exception | None = None  # the error of a step that all ranks skip
-    try:
-        scaled_before = any(stash.params_have_scaled_gradients for stash in stashes)
-        masters = any(stash.master_weights for stash in stashes)
-        if not masters and scaler.has_no_effect and not scaled_before:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"amp.scale_loss takes a loss tensor with a grad_fn, not a {type(loss).__name__}."
+        )
+    stashes = _stashes(optimizers)
+    scaler = _scaler(stashes, loss_id)
+    if scaler.has_no_effect and not any(
+        stash.master_weights or stash.params_have_scaled_gradients for stash in stashes
+    ):
+        with disable_casts():
             yield loss.float()
-            return
-        ranks_then = ranks(scaler)
-        scaler.contexts += 1
-        entered = True
-        with contextlib.ExitStack() as contexts:
-            claimed: set[int] = set()
-            for stash in stashes:
-                stash.prepare_context(stashes)
-            for stash in stashes:
-                stash.enter_context(scaler, claimed, delay_unscale)
-
-                def leave(kind: Any, *_: Any, stash: OptimizerStash = stash) -> None:
-                    stash.leave_context(scaler, kind is not None)
-
-                contexts.push(leave)
-            skipped = skipped_steps.count()
-            try:
-                yield scaler.scale(loss)
-            except Exception as error:
-                if skipped_steps.count() <= skipped:
-                    raise
-                # The other ranks did not fail, so they will exchange their overflow flags below.
-                failure = error
-            for stash in stashes:
-                if delay_unscale:
-                    stash.delay_unscale(scaler)
-                else:
-                    stash.finish_backward(scaler)
-        if delay_overflow_check and not delay_unscale:
-            for stash in stashes:
-                stash.defer_check(scaler, loss_id)
-        elif not delay_unscale:
-            scaler.to_check += stashes
+        forget_casts()
+        return
+    scale = scaler.loss_scale()
+    for stash in stashes:
+        stash.prepare(scale)
+        stash.in_context = True
+    skipped = skipped_steps.count()
+    failure: Exception | None = None
+    delayed = False
+    try:
+        with disable_casts():
+            yield scaler.scale(loss)
+        delayed = delay_unscale
+    except Exception as error:
+        if skipped_steps.count() <= skipped:
+            raise
+        # All ranks skip this step. The others did not fail, and will exchange their flags below.
+        failure = error
     finally:
         forget_casts()
-        if entered:
-            scaler.contexts -= 1
-        # The scale may change now, so inner contexts of the same scaler leave this to the
-        # outermost.
-        if entered and scaler.to_check and scaler.contexts == 0:
-            checked, scaler.to_check = scaler.to_check, []
-            checked += [stash for stash in scaler.take_deferred() if stash not in checked]
-            check_overflow(checked, loss_id, scaler, ranks_then)
+        scaler.clear_overflow_state()
+        for stash in stashes:
+            stash.in_context = False
+            stash.mark(scale)
+        for stash in stashes:
+            if delayed:
+                stash.params_have_scaled_gradients = True
+            else:
+                stash.unscale(scaler)
+    if stashes and not (delay_unscale or delay_overflow_check):
+        scaler.synchronize()
+        if scaler.update_scale():
+            for stash in stashes:
+                stash.skip_next_step(scaler, loss_id)
     if failure is not None:
         raise failure

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from .._internal.dtypes import is_low_precision
 from .._internal.refused import KeepsMasterWeights
 from ..amp._amp_state import is_rank_zero
-from ..amp._full_values import follow
-from ..amp._gradients import multiply_, values_of
-from ..amp._process_optimizer import MAX_CLOSURE_RETRIES
+from ..amp.optimizer import MAX_CLOSURE_RETRIES, OptimizerStash
 from ..amp.scaler import LossScaler
-from .fp16util import (
-    clip_grad_norm,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-)
+from .fp16util import clip_grad_norm
+
+
+def _of(owner: str, name: str, doc: str) -> property:
+    """A property that reads and sets the attribute `name` of the attribute `owner`."""
+    return property(
+        lambda self: getattr(getattr(self, owner), name),
+        lambda self, value: setattr(getattr(self, owner), name, value),
+        doc=doc,
+    )
 
 
 class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
@@ -52,71 +54,35 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
     ) -> None:
         self.optimizer = init_optimizer
         self.verbose = verbose
-        self.all_fp16_params: list[torch.Tensor] = []
-        self.all_fp32_from_fp16_params: list[torch.Tensor] = []
-        self._collect()
         self.dynamic_loss_scale = dynamic_loss_scale
         if dynamic_loss_scale:
             self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
         else:
             self.loss_scaler = LossScaler(static_loss_scale)
-        #: The ranks that skip together: None (all), a process group, or False (this rank alone).
-        self.overflow_group: Any = None
+        self._stash = OptimizerStash(init_optimizer, True, [self.loss_scaler])
+        self._stash.collect()
         self.overflow = False
         self.first_closure_call_this_step = True
-        #: True if no step was made since the masters were created or loaded.
-        self._masters_follow = True
-        #: Gradients of float32 parameters that :meth:`update_master_grads` has unscaled, with their
-        #: versions at that time.
-        self._unscaled: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        #: The scale when the model's current gradients were made.
-        self._scaled_by: float | None = None
+        #: No backward pass of this object and no update came after the gradients were cleared.
+        self._unmarked = True
         self.clip_grad_norm = clip_grad_norm
 
-    def _collect(self) -> None:
-        """Read ``param_groups`` again, and create masters for new low-precision parameters.
-
-        Parameters may be unfrozen, or added to the wrapped optimizer, after construction.
-        """
-        model_of = dict(
-            zip(map(id, self.all_fp32_from_fp16_params), self.all_fp16_params, strict=True)
-        )
-        #: Low-precision parameters, their masters, and float32 parameters; one list per group.
-        self.fp16_groups: list[list[torch.Tensor]] = []
-        self.fp32_from_fp16_groups: list[list[torch.Tensor]] = []
-        self.fp32_from_fp32_groups: list[list[torch.Tensor]] = []
-        for group in self.optimizer.param_groups:
-            fp16: list[torch.Tensor] = []
-            masters: list[torch.Tensor] = []
-            fp32: list[torch.Tensor] = []
-            params = group["params"]
-            for index, param in enumerate(params):
-                if not param.requires_grad and param.grad is None:
-                    continue
-                model = model_of.get(id(param))
-                if model is None and is_low_precision(param):
-                    model, params[index] = param, self._make_master(param)
-                if model is None:
-                    fp32.append(param)
-                else:
-                    fp16.append(model)
-                    masters.append(params[index])
-            self.fp16_groups.append(fp16)
-            self.fp32_from_fp16_groups.append(masters)
-            self.fp32_from_fp32_groups.append(fp32)
-        self.all_fp16_params = [p for group in self.fp16_groups for p in group]
-        self.all_fp32_from_fp16_params = [p for group in self.fp32_from_fp16_groups for p in group]
-        self.all_fp32_from_fp32_params = [p for group in self.fp32_from_fp32_groups for p in group]
-
-    def _make_master(self, param: torch.Tensor) -> torch.Tensor:
-        master = torch.nn.Parameter(param.detach().float().clone())
-        state = self.optimizer.state
-        if param in state:
-            state[master] = {
-                key: value.float() if torch.is_tensor(value) and is_low_precision(value) else value
-                for key, value in state.pop(param).items()
-            }
-        return master
+    overflow_group: Any = _of(
+        "loss_scaler",
+        "overflow_group",
+        "The ranks that skip together: None (all), a process group, or False (this rank alone).",
+    )
+    loss_scale: Any = _of("loss_scaler", "_loss_scale", "The current loss scale; may be set.")
+    state: Any = _of("optimizer", "state", "The wrapped optimizer's state.")
+    param_groups: Any = _of(
+        "optimizer", "param_groups", "The wrapped optimizer's groups, with the masters."
+    )
+    fp16_groups: Any = _of("_stash", "fp16_groups", "Low-precision parameters by group.")
+    fp32_from_fp16_groups: Any = _of("_stash", "fp32_from_fp16_groups", "Their masters by group.")
+    fp32_from_fp32_groups: Any = _of("_stash", "fp32_from_fp32_groups", "Others by group.")
+    all_fp16_params: Any = _of("_stash", "all_fp16_params", "Low-precision parameters.")
+    all_fp32_from_fp16_params: Any = _of("_stash", "all_fp32_from_fp16_params", "Their masters.")
+    all_fp32_from_fp32_params: Any = _of("_stash", "all_fp32_from_fp32_params", "Others.")
 
     def _print(self, message: str) -> None:
         if self.verbose and is_rank_zero():
@@ -124,13 +90,10 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Zero the gradients of the masters and of the model, or set them to None."""
-        self._unscaled, self._scaled_by = [], None
-        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
-        for param in self.all_fp16_params:
-            if set_grads_to_None or param.grad is None:
-                param.grad = None
-            else:
-                param.grad = torch.zeros_like(param.grad)
+        self._unmarked = True
+        with self._stash.model_in_groups():
+            self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+        self._stash.clear_after_zero_grad()
 
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
@@ -144,60 +107,25 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
                 yourself before :meth:`step`.
             retain_graph: as in ``Tensor.backward``.
         """
-        self._match_scale()
+        scale = self.loss_scaler.loss_scale()
+        self._stash.prepare(scale)
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
+        self._stash.mark(scale)
+        self._unmarked = False
         if update_master_grads:
             self.update_master_grads()
 
-    def _scale_ratio(self) -> float:
-        """The current scale divided by that of the model's gradients."""
-        scale = self.loss_scaler.loss_scale()
-        return 1.0 if self._scaled_by is None else scale / self._scaled_by
-
-    @torch.no_grad()
-    def _match_scale(self) -> None:
-        """Convert the gradients of earlier backward passes to the current scale."""
-        self._collect()
-        ratio, scale = self._scale_ratio(), self.loss_scaler.loss_scale()
-        if ratio != 1.0:
-            earlier = {id(param) for param, _, _ in self._unscaled}
-            scaled = [p for p in self.all_fp32_from_fp32_params if id(p) not in earlier]
-            multiply_(values_of(self.all_fp16_params + scaled), ratio)
-        self._scaled_by = scale
-        multiply_(values_of([p for p, grad, _ in self._unscaled if p.grad is grad]), scale)
-        self._unscaled = []
-
-    @torch.no_grad()
     def update_master_grads(self) -> None:
         """Copy the model's gradients to the masters, unscale them, and check for overflow.
 
         Sets ``overflow`` and adapts a dynamic scale. Waits for the device if the scale is dynamic.
-        Until the first step, the masters take values written into the model's parameters, for
-        example by a broadcast.
         """
-        self._collect()
-        if self._masters_follow:
-            for master, param in zip(
-                self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True
-            ):
-                follow(master, param)
-        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        done = {
-            id(p) for p, grad, then in self._unscaled if p.grad is grad and grad._version == then
-        }
-        params = [p for p in self.all_fp32_from_fp32_params if id(p) not in done]
-        grads = values_of(self.all_fp32_from_fp16_params + params)
-        ratio = self._scale_ratio()
-        if ratio != 1.0:
-            multiply_(grads, ratio)
-        self.loss_scaler.unscale_(grads)
-        self._unscaled = [
-            (param, param.grad, param.grad._version)
-            for param in self.all_fp32_from_fp32_params
-            if param.grad is not None
-        ]
-        if self.overflow_group is not False:
-            self.loss_scaler.synchronize(self.overflow_group)
+        if self._unmarked:  # the script has scaled the loss itself
+            self._stash.collect()
+            self._stash.mark(self.loss_scaler.loss_scale())
+            self._unmarked = False
+        self._stash.unscale(self.loss_scaler)
+        self.loss_scaler.synchronize()
         self.overflow = self.loss_scaler.update_scale()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,17 +148,13 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
             result = self.optimizer.step()
         else:
             result = self._step_with_closure(closure)
-        self._copy_masters()
-        self._masters_follow = False
+        self._stash.after_step(skipped=False)
         return result
-
-    def _copy_masters(self) -> None:
-        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def wrapped() -> Any:
             if not self.first_closure_call_this_step:
-                self._copy_masters()
+                self._stash.masters_to_model()
             self.first_closure_call_this_step = False
             loss = closure()
             for _ in range(MAX_CLOSURE_RETRIES):
@@ -292,7 +216,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         Raises:
             ValueError: the masters of `state_dict` do not match this optimizer's.
         """
-        self._collect()
+        self._stash.collect()
         saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
         current = self.all_fp32_from_fp16_params
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in current]:
@@ -307,41 +231,13 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for master, value in zip(current, saved, strict=True):
             master.copy_(value)
-        self._copy_masters()
-        self._masters_follow = True
+        self._stash.masters_to_model()
 
     def __getstate__(self) -> Any:
         raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict().")
 
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("FP16_Optimizer cannot be unpickled; use load_state_dict().")
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale; may be set."""
-        return self.loss_scaler.loss_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups, with the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
 
 def _scaler_state(saved: Any) -> dict[str, Any]:

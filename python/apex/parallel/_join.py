@@ -14,9 +14,8 @@ import torch
 from apex import _core
 from apex._core import JoinEvent
 from apex._core import JoinEventKind as Kind
-from apex._internal import joining, not_served
+from apex._internal import joining
 from apex._internal.group_names import name_of
-from apex.amp._full_values import gets_master
 from apex.parallel._engine import Engine
 from apex.parallel.syncbn_group import default_group_name
 
@@ -41,8 +40,6 @@ class Join:
                 "join() was entered inside another join(): wrap modules that are trained together "
                 "in one DistributedDataParallel, or train them in separate loops."
             )
-        if any(map(gets_master, self._engine.module.parameters())):
-            not_served.refuse(joining.WITH_AMP, RuntimeError)
         self._reducer.begin_join(self._divide_by_initial_world_size)
         self._engine.join = self
         joining.set_current(self)
