@@ -193,7 +193,6 @@ void init_reducer(nb::module_& m) {
       .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
       .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release())
-      .def("release", &Reducer::release, release())
       .def(
           "plan",
           [](const Reducer& self) -> std::optional<std::vector<std::vector<int64_t>>> {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Container
 
 import torch
@@ -16,21 +15,11 @@ from apex._internal.group_names import name_of
 # Note [Buffers that change]
 #
 # A module may register buffers later, or assign buffers of another shape or dtype. If all ranks do,
-# no message is needed. If only one rank does, the message sizes of the ranks differ, and the
-# broadcast never ends. So the broadcast has the size that the ranks agreed on when they compared
-# their models. It begins with a fingerprint of the sender's current buffers and their size in
-# bytes. A rank whose own buffers have changed sends or receives a placeholder of that size. If the
-# sender's buffers have changed, they follow in a second broadcast. So every rank can compare its
-# buffers with the sender's. A rank whose buffers differ raises and releases its engine's
-# connections, which ends backward on the other ranks. On devices other than the CPU, nothing is
-# compared, because the host would have to wait for the broadcast.
-
+# they all compare their buffers again before the broadcast. If only some do, those compare while
+# the others are in the next collective. The engine finds ranks that are in different collectives,
+# and all of them raise. On devices other than the CPU these ranks wait for each other.
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-
-
-class BuffersDiffer(RuntimeError):
-    """This rank's buffers differ from the buffers that were broadcast."""
 
 
 def described(module: nn.Module, ignored: Container[str] = ()) -> list[str]:
@@ -65,10 +54,6 @@ def check(module: nn.Module, group: dist.ProcessGroup, ignored: Container[str]) 
     _core.require_sendable(list(named), list(named.values()), "buffer", name_of(group))
 
 
-def _fingerprint(description: list[str]) -> int:
-    return zlib.crc32("\n".join(description).encode())
-
-
 def _layout(tensors: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
@@ -79,15 +64,7 @@ class Buffers:
     def __init__(self, module: nn.Module, ignored: Container[str] = ()) -> None:
         self._module = module
         self._ignored = ignored
-        self._agree(synchronized(module, ignored))
-
-    def _agree(self, tensors: list[torch.Tensor]) -> None:
-        self._description = described(self._module, self._ignored)
-        self._fingerprint = _fingerprint(self._description)
-        self._layout = _layout(tensors)
-        names = [name for name, _ in self._module.named_buffers()]
-        span = "' to '".join(dict.fromkeys([names[0], names[-1]])) if names else ""
-        self._what = f"broadcast of buffers ('{span}')" if names else "broadcast of buffers"
+        self._layout = _layout(synchronized(module, ignored))
 
     def take(self, group: dist.ProcessGroup, root: int) -> None:
         """Overwrite all buffers with those of rank ``root``.
@@ -95,49 +72,26 @@ class Buffers:
         Collective. On a CPU backend, blocks the host.
 
         Raises:
-            BuffersDiffer: if this rank's buffers differ from rank ``root``'s.
+            RuntimeError: if buffers were changed in different ways.
         """
         tensors = synchronized(self._module, self._ignored)
-        if not self._layout or any(not tensor.is_cpu for tensor in tensors):
-            if tensors:
-                _core.broadcast_coalesced(tensors, name_of(group), root, self._what)
-            return
-        changed = _layout(tensors) != self._layout
-        mine = (
-            _fingerprint(described(self._module, self._ignored)) if changed else self._fingerprint
-        )
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        header = torch.tensor([mine, size], device="cpu")
-        first = tensors
-        if changed:
-            first = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._layout]
-        message = [header, *first]
-        _core.broadcast_coalesced(message, name_of(group), root, self._what)
-        sent, sent_size = header.tolist()
-        if sent != self._fingerprint:
-            second = tensors
-            if sent == mine:
-                check(self._module, group, self._ignored)
-            else:
-                second = [torch.empty(sent_size, dtype=torch.uint8, device="cpu")]
-            _core.broadcast_coalesced(second, name_of(group), root, self._what)
-        if sent != mine:
-            raise BuffersDiffer(self._difference(group.rank(), root))
-        if changed:
-            self._agree(tensors)
-
-    def _difference(self, rank: int, root: int) -> str:
-        now = described(self._module, self._ignored)
-        lost = [line for line in self._description if line not in now]
-        new = [line for line in now if line not in self._description]
-        changes = [f"{line} was removed" for line in lost] + [f"{line} was added" for line in new]
-        there = "no such change" if changes else "they have changed"
-        return (
-            f"rank {rank}'s buffers differ from rank {root}'s, which broadcast_buffers copies. "
-            f"Since the ranks last compared their buffers, on rank {rank}: "
-            f"{', '.join(changes) or 'nothing has changed'}; on rank {root}: {there}. Make such "
-            "changes on every rank before the same forward, and construct the wrapper again."
-        )
+        if _layout(tensors) != self._layout:  # see Note [Buffers that change]
+            descriptions = described(self._module, self._ignored)
+            try:
+                _core.verify_same_model([], [], descriptions, name_of(group))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"buffers of rank {group.rank()} have changed since the ranks compared theirs: "
+                    "make such changes on every rank before the same forward, and restart with a "
+                    f"new process group. {error}"
+                ) from None
+            check(self._module, group, self._ignored)
+            self._layout = _layout(tensors)
+        if tensors:
+            names = [name for name, _ in self._module.named_buffers()]
+            span = "' to '".join(dict.fromkeys([names[0], names[-1]]))
+            what = f"broadcast of buffers ('{span}')"
+            _core.broadcast_coalesced(tensors, name_of(group), root, what)
 
 
 def synchronized(module: nn.Module, ignored: Container[str] = ()) -> list[torch.Tensor]:

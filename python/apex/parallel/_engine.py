@@ -220,12 +220,7 @@ class Engine:
     def sync_buffers(self, root: int = 0) -> None:
         """Broadcast the buffers of rank `root`. Collective."""
         assert self._buffers_agreed is not None and self.process_group is not None
-        try:
-            self._buffers_agreed.take(self.process_group, root)
-        except _buffers.BuffersDiffer:
-            if self.reducer is not None:
-                self.reducer.release()  # see Note [Buffers that change]
-            raise
+        self._buffers_agreed.take(self.process_group, root)
 
     # --- forward ---
 
