@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
+from ddp_steps_support import backward, make, mean_gradients
 from ddp_support import (
     RankPool,
     check,
     check_equal,
     check_gradients,
+    check_near,
     check_same_on_all_ranks,
     check_step,
     gradients,
@@ -234,3 +236,25 @@ def _rounds_once(rank: int, world: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_average_of_two_ranks_rounds_once(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(2, _rounds_once, dtype)
+
+
+# --- accumulated sums that would be reduced twice ---
+
+
+def _keeps_sums(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), gradient_average=False)
+    backward(ddp, rank, 0)
+    with raises(RuntimeError, "still held the gradient that the last synchronized backward summed"):
+        backward(ddp, rank, 1)
+    for set_to_none in (True, False):
+        ddp.zero_grad(set_to_none=set_to_none)
+        with ddp.no_sync():
+            backward(ddp, rank, 0)
+        backward(ddp, rank, 1)
+    first, second = (mean_gradients(ddp.module, world, step) for step in (0, 1))
+    for name, grad in gradients(ddp).items():
+        check_near(grad, world * (first[name] + second[name]), name, 1e-4)
+
+
+def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
+    ranks.run(2, _keeps_sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Communication hooks in Python: the bucket that they receive, and the results they may return."""
+"""Communication hooks: the bucket that they receive, the results they may return; built-in ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import MODELS, build, data
+from ddp_steps_support import backward, make, mean_gradients
 from ddp_support import (
     RankPool,
     alone,
     check,
     check_equal,
     check_gradients,
+    check_near,
     check_same_on_all_ranks,
     check_step,
+    gradients,
     mean_over_ranks,
     raises,
 )
@@ -181,3 +184,47 @@ def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
     ranks: RankPool, name: str, options: dict[str, Any]
 ) -> None:
     ranks.run(2, _returns, name, options)
+
+
+# --- built-in hooks ---
+
+
+def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(make(), **options)
+    ddp.register_builtin_comm_hook(name)
+    tolerance = 2e-3 if name.startswith("fp16") else 1.5e-2
+    for step in range(3):
+        ddp.zero_grad()
+        backward(ddp, rank, step)
+        expected = mean_gradients(ddp.module, world, step)
+        for parameter, grad in gradients(ddp).items():
+            check_near(grad, expected[parameter], f"step {step}, {parameter}", tolerance)
+            narrow = torch.float16 if name.startswith("fp16") else torch.bfloat16
+            check_equal(
+                grad, grad.to(narrow).to(grad.dtype), "values that fit the communication dtype"
+            )
+        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
+    check(ddp.statistics()["launched_in_backward"] > 0, "nothing overlapped")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone_views"])  # fmt: skip
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_builtin_comm_hook_averages(
+    ranks: RankPool, name: str, options: dict[str, Any], world: int
+) -> None:
+    ranks.run(world, _low_precision, name, options)
+
+
+def _refuses_hooks(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make())
+    with raises(ValueError, "choose fp16 or bf16"):
+        ddp.register_builtin_comm_hook("int8")
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with raises(RuntimeError, "already registered"):
+        ddp.register_builtin_comm_hook("bf16")
+
+
+def test_builtin_comm_hook_errors_name_the_choices(ranks: RankPool) -> None:
+    ranks.run(1, _refuses_hooks)

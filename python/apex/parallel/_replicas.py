@@ -4,21 +4,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
-
-
-class Compares(Protocol):
-    """The interface of a wrapper's engine."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-
-    def check_replicas_next(self) -> None:
-        """Let the next backward compare all parameters of all ranks."""
 
 
 class OnLoad:
@@ -31,7 +19,7 @@ class OnLoad:
 
     __slots__ = ("_engine",)
 
-    def __init__(self, engine: Compares) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self, *_: Any) -> None:
@@ -43,7 +31,7 @@ class OnLoad:
         return getattr, ("", "format")
 
 
-def watch_loads(engine: Compares) -> None:
+def watch_loads(engine: Any) -> None:
     """Register OnLoad with the module, until the engine is destroyed. Not if it is scripted."""
     if isinstance(engine.module, torch.jit.ScriptModule):
         return

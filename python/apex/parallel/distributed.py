@@ -23,10 +23,11 @@ from apex.parallel import _compile, _devices, _names, _options
 from apex.parallel._comm_hook import RegisteredHook
 from apex.parallel._engine import Engine, refuse_backward
 from apex.parallel._join import Join
-from apex.parallel._reducer import Reducer, flat_dist_call
-from apex.parallel._tensor_lists import (
+from apex.parallel._reducer import (
+    Reducer,
     apply_flat_dist_call,
     extract_tensors,
+    flat_dist_call,
     split_by_type,
     split_half_float_double,
 )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Built-in communication hooks, the non-finite check, and profiler ranges."""
+"""What is seen of training: non-finite gradients, profiler ranges, times, and what another thread
+reads."""
 
 from __future__ import annotations
 
@@ -9,16 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ddp_steps_support import backward, batch, make, mean_gradients, raised
-from ddp_support import (
-    RankPool,
-    check,
-    check_equal,
-    check_near,
-    check_same_on_all_ranks,
-    gradients,
-)
+from ddp_steps_support import backward, batch, make, raised
+from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -26,7 +19,7 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-# --- properties that another thread polls ---
+# --- another thread ---
 
 
 def _polled(rank: int, world: int) -> None:
@@ -57,55 +50,42 @@ def test_properties_that_another_thread_polls_do_not_stop_training(ranks: RankPo
     ranks.run(1, _polled)
 
 
-# --- built-in hooks ---
+def _saves_state(rank: int, world: int) -> None:
+    """Oracle: the same steps without the other thread."""
+    alone, read = (DistributedDataParallel(make(), message_size=20) for _ in range(2))
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (alone, read)]
+    stop, states = threading.Event(), 0
+    names = [f"module.{name}" for name, _ in read.module.named_parameters()]
 
+    def save() -> None:
+        nonlocal states
+        while not stop.is_set():
+            state = read.state_dict()
+            check_equal(list(state), names, "keys")
+            for parameter, tensor in zip(read.parameters(), state.values(), strict=True):
+                check_equal(tensor.data_ptr(), parameter.data_ptr(), "memory")
+                check(bool(tensor.clone().isfinite().all()), "values")
+            states += 1
 
-def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(make(), **options)
-    ddp.register_builtin_comm_hook(name)
-    tolerance = 2e-3 if name.startswith("fp16") else 1.5e-2
-    for step in range(3):
-        ddp.zero_grad()
-        backward(ddp, rank, step)
-        expected = mean_gradients(ddp.module, world, step)
-        for parameter, grad in gradients(ddp).items():
-            check_near(grad, expected[parameter], f"step {step}, {parameter}", tolerance)
-            narrow = torch.float16 if name.startswith("fp16") else torch.bfloat16
-            check_equal(
-                grad, grad.to(narrow).to(grad.dtype), "values that fit the communication dtype"
-            )
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
-    check(ddp.statistics()["launched_in_backward"] > 0, "nothing overlapped")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "alone_views"])  # fmt: skip
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_builtin_comm_hook_averages(
-    ranks: RankPool, name: str, options: dict[str, Any], world: int
-) -> None:
-    ranks.run(world, _low_precision, name, options)
-
-
-def _refuses_hooks(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make())
-    error: BaseException | None = None
+    thread = threading.Thread(target=save)
+    thread.start()
     try:
-        ddp.register_builtin_comm_hook("int8")
-    except ValueError as caught:
-        error = caught
-    raised("choose fp16 or bf16", error)
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    try:
-        ddp.register_builtin_comm_hook("bf16")
-    except RuntimeError as caught:
-        error = caught
-    raised("already registered", error)
+        for ddp, optimizer in zip((alone, read), optimizers, strict=True):
+            for step in range(40):
+                optimizer.zero_grad()
+                backward(ddp, rank, step)
+                optimizer.step()
+    finally:
+        stop.set()
+        thread.join()
+    check(states > 0, "no state dict was made")
+    for one, other in zip(alone.parameters(), read.parameters(), strict=True):
+        check(torch.equal(one, other), "training differs from that without the other thread")
+    check_same_on_all_ranks([p.data for p in read.parameters()], "parameters")
 
 
-def test_builtin_comm_hook_errors_name_the_choices(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_hooks)
+def test_state_dict_from_another_thread_does_not_change_training(ranks: RankPool) -> None:
+    ranks.run(2, _saves_state)
 
 
 # --- non-finite gradients ---
@@ -155,32 +135,6 @@ def _finite_whose_sum_overflows(rank: int, world: int) -> None:
 
 def test_check_finite_takes_values_whose_sum_overflows(ranks: RankPool) -> None:
     ranks.run(2, _finite_whose_sum_overflows)
-
-
-# --- accumulated sums that would be reduced twice ---
-
-
-def _keeps_sums(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make(), gradient_average=False)
-    backward(ddp, rank, 0)
-    with_two = None
-    try:
-        backward(ddp, rank, 1)
-    except RuntimeError as caught:
-        with_two = caught
-    raised("still held the gradient that the last synchronized backward summed", with_two)
-    for set_to_none in (True, False):
-        ddp.zero_grad(set_to_none=set_to_none)
-        with ddp.no_sync():
-            backward(ddp, rank, 0)
-        backward(ddp, rank, 1)
-    first, second = (mean_gradients(ddp.module, world, step) for step in (0, 1))
-    for name, grad in gradients(ddp).items():
-        check_near(grad, world * (first[name] + second[name]), name, 1e-4)
-
-
-def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
-    ranks.run(2, _keeps_sums)
 
 
 # --- profiler ranges ---
