@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from batch_norm_programs import EPS, Program, Step
 from ddp_support import check, check_equal, check_same_on_all_ranks, raises
-from sync_batch_norm_support import assert_near, reference_batch_norm
+from sync_batch_norm_support import assert_near, draw, reference_batch_norm
 from torch import Tensor, nn
 
 from apex.parallel import SyncBatchNorm
@@ -46,7 +46,9 @@ def make_module(program: Program, generator: torch.Generator) -> SyncBatchNorm:
         channel_last=program.channel_last, fuse_relu=program.relu, dtype=program.parameter_dtype,
     )  # fmt: skip
     for tensor in [*module.parameters(), *(b for b in module.buffers() if b.dim() == 1)]:
-        tensor.data.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.2)
+        tensor.data.copy_(
+            torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.2
+        )
         if program.strided:
             tensor.data = in_memory(tensor.data, "sliced", False)
     if program.track:
@@ -87,8 +89,7 @@ class OneProcess:
 
     def draw(self, shape: list[int], generator: torch.Generator) -> Tensor:
         """Random values, in the dtype of the training."""
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return values.to(self.program.dtype)
+        return draw(shape, self.program.dtype, generator)
 
     def shape(self) -> list[int]:
         c, spatial = self.program.channels, self.program.spatial

@@ -26,6 +26,7 @@ from ddp_support import RankPool, RanksFailed
 
 BATCH_TIMEOUT_S = 240
 MAX_ELEMENTS = 8000
+LARGE = 100_000  # of one program in ten
 EPS = 1e-3
 MEMORY = ("contiguous", "contiguous", "channels_last", "transposed", "sliced", "offset",
           "expanded")  # fmt: skip
@@ -84,10 +85,11 @@ def draw_step(rng: random.Random, world: int) -> Step:
 def draw_program(seed: int, world: int | None = None) -> Program:
     rng = random.Random(seed)
     world = world or rng.choice([1, 2, 2, 3])
-    spatial = [rng.choice([1, 2, 3, 5, 8, 17]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
-    channels = rng.choice([1, 2, 3, 7, 16, 33, 64])
+    spatial = [rng.choice([1, 2, 3, 5, 8, 17, 33]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
+    channels = rng.choice([1, 2, 3, 7, 16, 33, 64, 130])
     steps = [draw_step(rng, world) for _ in range(rng.randint(1, 4))]
-    while math.prod(spatial) * channels * max(sum(s.sizes) for s in steps) > MAX_ELEMENTS:
+    most = LARGE if rng.random() < 0.1 else MAX_ELEMENTS
+    while math.prod(spatial) * channels * max(sum(s.sizes) for s in steps) > most:
         spatial[spatial.index(max(spatial))] //= 2
     dtype = rng.choice([torch.float64, torch.float64, torch.float32, torch.float16, torch.bfloat16])
     for step in steps:  # torch's operators lose digits far from zero
@@ -141,8 +143,8 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def main() -> int:
-    arguments = random_programs.arguments_of(__doc__, worlds=(1, 2, 3)).parse_args()
-    with RankPool(3) as pool:
+    arguments = random_programs.arguments_of(__doc__, worlds=(1, 2, 3, 4)).parse_args()
+    with RankPool(4) as pool:
         generator = random_programs.Generator(
             draw=lambda seed: draw_program(seed, arguments.world),
             run=lambda programs: run(pool, programs),

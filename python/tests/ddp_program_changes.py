@@ -19,7 +19,14 @@ OF_PARAMETERS = (
 )  # fmt: skip
 #: Changes under which tensor subclasses without memory do not stay what they are.
 NOT_OF_SUBCLASSES = tuple(what for what in OF_PARAMETERS if what != "replace")
-OF_GRADIENTS = ("grad_data", "grad_new", "grad_transposed", "rebuild_buckets")
+OF_GRADIENTS = (
+    "grad_data",
+    "grad_new",
+    "grad_transposed",
+    "grad_swapped",
+    "grad_conjugated",
+    "rebuild_buckets",
+)
 #: Rank 0's buffers are taken in the next forward.
 OF_BUFFERS = ("buffers",)
 CHANGES = (*OF_PARAMETERS[:-1], *OF_GRADIENTS, *OF_BUFFERS)  # "copy" is a hazard of its own
@@ -81,6 +88,22 @@ def _grad_transposed(machine: Machine, net: Net, m: int, block: int) -> None:
             parameter.grad = parameter.grad.t().contiguous().t()
 
 
+def _grad_swapped(machine: Machine, net: Net, m: int, block: int) -> None:
+    """Values belong to the parameter that holds them, whatever bucket they lie in."""
+    parameters = [p for p in net.parameters() if p.grad is not None and not p.grad.is_sparse]
+    for a, b in zip(parameters, parameters[1:], strict=False):
+        if a.grad.shape == b.grad.shape and a.grad.dtype == b.grad.dtype:
+            a.grad, b.grad = b.grad, a.grad
+
+
+def _grad_conjugated(machine: Machine, net: Net, m: int, block: int) -> None:
+    """A lazy conjugate has the same memory as its view, but another value."""
+    for parameter in net.parameters():
+        if parameter.is_complex() and parameter.grad is not None:
+            lazily = machine.rank % 2 == 0
+            parameter.grad = parameter.grad.conj() if lazily else parameter.grad.conj_physical()
+
+
 def _rebuild_buckets(machine: Machine, net: Net, m: int, block: int) -> None:
     for wrapper in machine.wrappers[m]:
         wrapper.rebuild_buckets()
@@ -113,7 +136,7 @@ def _buffers(machine: Machine, net: Net, m: int, block: int) -> None:
     with torch.no_grad():
         for part in (part for part in net.blocks if part.kind == "buffer"):
             part.factor.add_(0.1 * (1 + machine.rank))
-            machine.buffers_differ.add(m)
+            machine.buffers_differ |= {i for i, n in enumerate(machine.models) if n.has("buffer")}
 
 
 def _copy(machine: Machine, net: Net, m: int, block: int) -> None:

@@ -139,7 +139,7 @@ class Steps:
             without("how")
         if self.static and how in ("twice", "first", "penalty"):
             without("how")
-        if self.static or len(forwards) > 1 or self.average == "sum":
+        if self.static or len(forwards) > 1 or self.average != "mean":
             without("inputs")
         # torch accumulates gradients that share memory incorrectly, even without a wrapper.
         if has(*SHARING):
@@ -161,9 +161,11 @@ class Steps:
             without("fails_locally", "give_up", "ahead")
         if args.get("clear") == "skip" or args.get("how") in ("each", "reversed"):
             without("give_up")
-        if "give_up" in args:  # without a gradient there is nothing to see of it
-            used = [r for r in range(self.world) if all(self.uses(f, r) for f in forwards)]
-            args["give_up"] = [rank for rank in args["give_up"] if rank in used]
+        # Weights of an accumulation that is given up are dropped by what its gradients show.
+        used = [r for r in range(self.world) if all(self.uses(f, r) for f in forwards)]
+        args["give_up"] = [rank for rank in args.get("give_up", []) if rank in used]
+        if len(used) < self.world and self.average == "weighted":
+            without("quiet")
         if args.get("ahead") or args.get("inputs"):
             without("fails_locally")
         how = args.get("how")

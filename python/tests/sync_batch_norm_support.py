@@ -47,9 +47,9 @@ def draw(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) ->
     return values.to(torch.get_default_device(), dtype)
 
 
-def fresh_seed() -> int:
-    """A new seed per run. APEX_TEST_SEED repeats one."""
-    return int(os.environ.get("APEX_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
+def first_seed() -> int:
+    """Every run has the same programs; APEX_TEST_SEED chooses others."""
+    return int(os.environ.get("APEX_TEST_SEED", "1000"))
 
 
 def reference_batch_norm(

@@ -324,66 +324,6 @@ def test_large_parameters_are_reduced_where_they_lie(
     ranks.run(2, _large_in_place, views, channel)
 
 
-class _Two(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(numel))
-        self.b = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x: float, y: float) -> Tensor:
-        return (self.a * x).sum() + (self.b * y).sum()
-
-
-def _swapped_gradients(rank: int, world: int, numel: int, message_size: int) -> None:
-    """Accumulated values belong to the parameter, wherever the user has moved its gradient."""
-    ddp = DistributedDataParallel(
-        _Two(numel), gradient_as_bucket_view=True, message_size=message_size
-    )
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(1.0, 10.0).backward()
-    a, b = ddp.module.a, ddp.module.b
-    a.grad, b.grad = b.grad, a.grad
-    ddp(100.0, 1000.0 * (2 * rank)).backward()
-    check(torch.equal(a.grad, torch.full_like(a, 110.0)), "a, which had b's gradient")
-    check(torch.equal(b.grad, torch.full_like(b, 1001.0)), "b, which had a's gradient")
-
-
-# Large ones in separate buckets used to be wrong and different across ranks.
-@pytest.mark.parametrize("numel", [64, 30000])
-@pytest.mark.parametrize("message_size", [1, 1 << 20])
-def test_views_that_were_swapped_keep_what_they_hold(
-    ranks: RankPool, numel: int, message_size: int
-) -> None:
-    ranks.run(2, _swapped_gradients, numel, message_size)
-
-
-class _Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.z = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
-
-    def forward(self, x: float) -> Tensor:
-        return (self.z * complex(x, 2 * x)).real.sum()
-
-
-def _conjugated_views(rank: int, world: int) -> None:
-    """A lazy conjugate has the same memory as its view, but another value."""
-    ddp = DistributedDataParallel(_Complex(), gradient_as_bucket_view=True)
-    z = ddp.module.z
-    for _ in range(2):
-        ddp.zero_grad()
-        ddp(1.0 + rank).backward()
-    check(torch.equal(z.grad, torch.full_like(z, 1.5 - 3.0j)), "the mean over ranks")
-    z.grad = z.grad.conj() if rank == 0 else z.grad.conj_physical()
-    ddp(1.0 + rank).backward()
-    check(torch.equal(z.grad, torch.full_like(z, 3.0)), "its conjugate, and another one")
-
-
-def test_view_that_was_conjugated_is_no_view(ranks: RankPool) -> None:
-    ranks.run(2, _conjugated_views)
-
-
 class _Distilled(nn.Module):
     """A student with a frozen teacher that was created in inference mode."""
 

@@ -208,51 +208,6 @@ def test_chained_hook_when_one_backward_fails_leaves_the_next_step_right(
     ranks.run(3, _chained_hook, failing, at)
 
 
-class _Raises(torch.autograd.Function):
-    """Below all parameters, so its backward runs when their gradients are ready."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise LookupError("on purpose")
-        return grad, None
-
-
-def _raises_behind_its_messages(rank: int, world: int, failing: int, at: int) -> None:
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
-
-    def loss(model: nn.Module, r: int, step: int, fails: bool = False) -> Tensor:
-        x = data(r, step).requires_grad_()
-        return model(_Raises.apply(x, fails), [0, 1, 2]).square().sum()
-
-    for step in range(6):
-        if step != at:
-            ddp.zero_grad()
-            loss(ddp, rank, step).backward()
-            grads = [p.grad for p in ddp.parameters()]
-            check_same_on_all_ranks(grads, f"step {step}")
-            continue
-        ddp.zero_grad()
-        if rank == failing:
-            with raises(LookupError, "on purpose"):
-                loss(ddp, rank, step, fails=True).backward()
-        else:
-            with raises(RuntimeError, f"ended by an exception on rank {failing}"):
-                loss(ddp, rank, step).backward()
-    check_step(ddp, lambda m, r: loss(m, r, 20), "at the end")
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("at", [2, 3])
-def test_exception_behind_the_last_message(ranks: RankPool, failing: int, at: int) -> None:
-    ranks.run(2, _raises_behind_its_messages, failing, at)
-
-
 # --- allreduce_buffers when plans change ---
 
 
@@ -321,45 +276,3 @@ def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
 @pytest.mark.parametrize("change", ["rebuild_buckets", "freeze"])
 def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change: str) -> None:
     ranks.run(2, _unused_here_is_a_view, change)
-
-
-class _Halves(nn.Module):
-    """Two halves. One of them is frozen in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.halves[1](self.halves[0](x))
-
-
-def _fails_twice(rank: int, world: int, period: int) -> None:
-    """The last rank fails in the middle of a backward, and rank 0 when its own part is complete."""
-    ddp = DistributedDataParallel(_Halves(), process_group=_group(), message_size=1)
-    for step in range(8 * period):
-        for index, half in enumerate(ddp.module.halves):
-            half.requires_grad_(step // period % 2 == index)
-        if step % 7 != 6:
-            check_step(ddp, lambda m, r, s=step: m(data(r, s)).square().sum(), f"step {step}")
-            continue
-        ddp.zero_grad()
-        x = 1 * data(rank, step).requires_grad_()
-        if rank == 0:
-            x.register_hook(_fail)
-        handle = ddp.module.halves[step // period % 2][1].bias.register_hook(
-            _fail if rank == world - 1 else lambda _: None
-        )
-        with raises(Exception, "in backward" if rank in (0, world - 1) else "ended by an exc"):
-            ddp(x).square().sum().backward()
-        handle.remove()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("period", [1, 2])
-def test_plans_that_recur_after_two_ranks_failed_in_one_backward(
-    ranks: RankPool, world: int, period: int
-) -> None:
-    ranks.run(world, _fails_twice, period)

@@ -6,7 +6,6 @@ different seeds, and the time limit of the pool."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -29,9 +28,6 @@ from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
-#: Longer than the time after which waiting ranks compare their collectives (kLate of
-#: watch/timing.h).
-LATE_S = 3.0
 CHANNEL = pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
 
 
@@ -94,30 +90,6 @@ def test_plans_that_change_under_join_when_a_rank_has_no_data(
     ranks: RankPool, change: str, several: bool, channel: str
 ) -> None:
     ranks.run(3, _joins, channel, change, several)
-
-
-def _leaves_the_plan_late(rank: int, world: int, channel: str) -> None:
-    """Rank 0 has no data and follows the plan that the others have left. One of them is late, so
-    that the waiting ranks compare their collectives."""
-    ddp = _wrapper(rank, channel)
-    for step in range(2):
-        _step(ddp, step, "before")
-    with ddp.join():
-        for step in range(2 if rank == 0 else 4):
-            if step == 3:
-                CHANGES["freezes"](ddp)
-            ddp.zero_grad()
-            loss = _loss(ddp, rank, 10 + step)
-            if step == 3 and rank == 1:
-                ddp.module.layers[0].weight.register_hook(lambda _: time.sleep(LATE_S))
-            loss.backward()
-    ddp.module.requires_grad_(True)
-    _step(ddp, 30, "after")
-
-
-@CHANNEL
-def test_a_plan_is_left_and_a_rank_is_late(ranks: RankPool, channel: str) -> None:
-    ranks.run(3, _leaves_the_plan_late, channel)
 
 
 # --- graphs from before a change ---

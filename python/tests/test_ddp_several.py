@@ -7,7 +7,6 @@ different seeds, and the time limit of the pool."""
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from ddp_support import (
     to_reference,
 )
 from nccl_like import eager_nccl
-from several_support import Net, batch, check_average
+from several_support import Net, batch
 from torch import nn
 
 from apex._internal.groups import timeout_of
@@ -30,10 +29,6 @@ from apex.parallel import DistributedDataParallel, create_syncbn_process_group
 from apex.parallel.syncbn_group import default_group
 
 pytestmark = pytest.mark.processes
-
-VIEWS = pytest.mark.parametrize("options", [{"message_size": 1}, {"message_size": 1 << 20},
-                                            {"message_size": 1, "gradient_as_bucket_view": True}],
-                                ids=["many", "one", "views"])  # fmt: skip
 
 
 def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
@@ -121,45 +116,6 @@ def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_rank
     ranks: RankPool,
 ) -> None:
     ranks.run(4, _streams_of_eager_nccl)
-
-
-def _wrapped_again(rank: int, world: int, how: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(rank)
-    model: Any = Net()
-    held: list[Any] = []
-    old = None
-    for round_ in range(3):
-        ddp = DistributedDataParallel(model, **options)
-        if how == "inside":
-            ddp = DistributedDataParallel(ddp, **options)
-        for step in range(2):
-            ddp.zero_grad()
-            x = batch(rank, 10 * round_ + step)
-            # A replaced wrapper works like its module.
-            run = old if how == "kept" and old is not None and step == 0 else ddp
-            output = run(x)
-            output.square().mean().backward()
-            if rank == 0 and how == "held":
-                held.append(output)
-            check_average(
-                [model],
-                lambda nets, r, n=10 * round_ + step: nets[0](batch(r, n).double()).square().mean(),
-                world,
-                f"round {round_}, step {step}",
-            )
-        if how == "kept":
-            old = ddp
-        del ddp
-        if rank == 1:
-            gc.collect()
-
-
-@VIEWS
-@pytest.mark.parametrize("how", ["held", "kept", "inside", "dropped"])
-def test_module_that_is_wrapped_again_is_averaged_once(
-    ranks: RankPool, how: str, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _wrapped_again, how, options)
 
 
 def _timeouts(rank: int, world: int) -> None:

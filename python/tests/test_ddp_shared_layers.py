@@ -8,7 +8,6 @@ affect which wrapper averages a gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,44 +42,6 @@ def check_step(
     expected = gradients(reference)
     for name, parameter in model.named_parameters():
         check_near(parameter.grad, expected[name], f"{what}: {name}")
-
-
-def _losses(models: list[nn.Module], x: Tensor, backwards: bool) -> Tensor:
-    order = models[::-1] if backwards else models
-    return sum(model(x).square().mean() for model in order)
-
-
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}, {"delay_allreduce": True}],
-    ids=["default", "many", "views", "delay"],
-)
-
-
-def _evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
-    both = TwoHeads()
-    wrappers = [DistributedDataParallel(m, **options) for m in (both.first, both.second)]
-    for step in range(6):
-        both.zero_grad()
-        used = [wrappers[:1], wrappers[1:], wrappers][step % 3]
-        loss = _losses(used, batch(rank, step), False)
-        if rank == 0:  # with gradients enabled, between forward and backward
-            for wrapper in wrappers:
-                wrapper.eval()
-                wrapper(batch(0, 9))
-                wrapper.train()
-        loss.backward()
-
-        def reference(m: Any, r: int, s: int = step) -> Tensor:
-            models = [[m.first], [m.second], [m.first, m.second]][s % 3]
-            return _losses(models, batch(r, s).double(), False)
-
-        check_step(both, reference, world, f"step {step}")
-
-
-@OPTIONS
-def test_one_rank_evaluates_with_gradients(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _evaluation, options)
 
 
 def _averaged_copy(rank: int, world: int) -> None:

@@ -121,30 +121,6 @@ def test_skip_step_on_one_rank_skips_on_all(
     ranks.run(3, _skip, way, options, hooked)
 
 
-def _accumulated(rank: int, world: int) -> None:
-    """Gradients accumulated for a skipped step do not reappear in the next one."""
-    ddp = DistributedDataParallel(make(seed=rank))
-    for step in range(6):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            backward(ddp, rank, 100 + step)
-        if step % 2 == 1:
-            if rank == 1:
-                _no_loss(ddp, rank, step)
-            else:
-                backward(ddp, rank, step)
-            _expect_skipped(ddp, [p.detach() for p in ddp.parameters()], f"step {step}")
-            continue
-        first = mean_gradients(ddp.module, world, 100 + step)
-        second = mean_gradients(ddp.module, world, step)
-        backward(ddp, rank, step)
-        _expect(ddp, {name: first[name] + second[name] for name in first}, f"step {step}")
-
-
-def test_skipped_step_drops_what_accumulated_for_it(ranks: RankPool) -> None:
-    ranks.run(2, _accumulated)
-
-
 def _checked(rank: int, world: int) -> None:
     """Ranks may or may not step after a skipped step. A real difference is still detected."""
     ddp = DistributedDataParallel(make())
@@ -231,23 +207,6 @@ def test_failed_backward_of_one_rank_skips_on_all(
     ranks: RankPool, at: str, options: dict[str, Any], hooked: bool
 ) -> None:
     ranks.run(3, _on_failure, at, options, hooked)
-
-
-def _not_finite(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(make(), on_failure="skip", check_finite=True)
-    for step in range(6):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, world, step)
-        bad = step % 2 == 1 and rank == step % world
-        scale = float("inf") if bad else 1.0
-        (ddp(batch(rank, step)).square().sum() * scale).backward()
-        check_equal(ddp.step_skipped, step % 2 == 1, f"step {step}")
-        if not ddp.step_skipped:
-            _expect(ddp, expected, f"step {step}")
-
-
-def test_gradient_that_is_not_finite_skips_on_all(ranks: RankPool) -> None:
-    ranks.run(3, _not_finite)
 
 
 class _Late(nn.Module):

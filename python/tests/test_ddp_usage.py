@@ -14,12 +14,9 @@ from ddp_support import (
     alone,
     check,
     check_equal,
-    check_gradients,
     check_near,
     check_same_on_all_ranks,
     check_step,
-    mean_over_ranks,
-    raises,
 )
 from torch import Tensor, nn
 
@@ -36,14 +33,8 @@ VIEWS = pytest.mark.parametrize("options", [
 # --- parameters without a gradient ---
 
 USED: dict[str, list[list[list[int]]]] = {  # [step][rank]
-    "on_no_rank": [[[0, 2], [0, 2]]] * 3,
-    "on_one_rank": [[[0, 1], [0, 1, 2]]] * 3,
-    "on_the_other_rank": [[[0, 1, 2], [2]]] * 3,
     "by_turns": [[[0], [1]], [[1], [2]], [[2], [0]], [[0, 1, 2], [0, 1, 2]]],
-    "later_on_all": [[[0], [0]], [[0, 1], [0, 1]], [[0, 1, 2], [0, 1, 2]], [[0], [0]]],
-    "later_on_one": [[[0], [0]], [[0], [0, 1]], [[0, 2], [0]], [[2], [1]]],
     "less_and_less": [[[0, 1, 2], [0, 1, 2]], [[0, 1], [0]], [[], [0]], [[0, 2], [2]]],
-    "none_on_one_rank": [[[0, 1, 2], []], [[], [0, 1, 2]], [[], [1]]],
     "none_at_all_then_some": [[[], []], [[0], [1]], [[], []], [[2], [2]]],
 }
 
@@ -83,26 +74,6 @@ def _all_used(rank: int, world: int, steps: Any) -> dict[str, int]:
     return ddp.statistics()
 
 
-def _no_parameter(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-
-    def loss(model: nn.Module, r: int) -> Tensor:
-        x = data(r).requires_grad_()
-        if r == 1:
-            return model(x * 1.0, [0, 1, 2]).sum()
-        # Rank 0's loss uses the outputs, but no gradient flows through them to a parameter.
-        with torch.no_grad():
-            out = model(x * 1.0, [0, 1, 2])
-        return (out * x).sum() + 0 * model(x * 1.0, []).sum()
-
-    for step in range(3):
-        check_step(ddp, loss, f"step {step}")
-
-
-def test_loss_that_reaches_no_parameter_on_one_rank_averages(ranks: RankPool) -> None:
-    ranks.run(2, _no_parameter)
-
-
 # --- parameters that change ---
 
 
@@ -137,36 +108,6 @@ def _freezes(rank: int, world: int, options: dict[str, Any]) -> None:
 @VIEWS
 def test_frozen_and_unfrozen_parameters_average(ranks: RankPool, options: dict[str, Any]) -> None:
     ranks.run(2, _freezes, options)
-
-
-def _freezes_alone(rank: int, world: int, options: dict[str, Any]) -> None:
-    """In every pattern, one rank sometimes freezes another set. All ranks raise, and can
-    continue."""
-    model = build()
-    torch.manual_seed(rank)
-    ddp = DistributedDataParallel(model, **options)
-    names = [name for name, _ in model.named_parameters()]
-    sets = [[], [0, 1], [4], []]
-    for step in range(24):
-        mine = sets[step % 4] if step < 16 else []
-        apart = step % 5 == 4 and step % world == rank
-        for i, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(i not in mine and not (apart and i == 3))
-        if step % 5 != 4:
-            check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).sin().mean(), f"{step}")
-            continue
-        ddp.zero_grad()
-        said = f"parameter '{names[3]}' is frozen on rank {step % world} and trainable on rank "
-        with raises(RuntimeError, f"rank {rank}: {said}"):
-            ddp(data(rank, step), [0, 1, 2]).sin().mean().backward()
-
-
-@VIEWS
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_parameter_frozen_on_one_rank_raises_on_all(
-    ranks: RankPool, world: int, options: dict[str, Any]
-) -> None:
-    ranks.run(world, _freezes_alone, options)
 
 
 def _frozen_after_accumulation(rank: int, world: int, options: dict[str, Any]) -> None:
@@ -244,42 +185,6 @@ def test_parameters_replaced_and_added_average(ranks: RankPool, options: dict[st
     ranks.run(2, _replaces, options)
 
 
-def _reused(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    for step, used in enumerate([[0, 0, 1], [1, 1, 1, 2], [0, 1, 0, 2, 0]]):
-        check_step(ddp, lambda m, r, u=used: m(data(r), u).sum(), f"step {step}")
-
-
-def test_parameter_used_several_times_averages(ranks: RankPool) -> None:
-    ranks.run(2, _reused)
-
-
-# --- several forwards and backwards ---
-
-
-def _several_backwards(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(build(), **options)
-    for step in range(3):
-
-        def parts(model: nn.Module, r: int, step: int = step) -> list[Tensor]:
-            out = model(data(r, step), [0, 1, 2])
-            return [out[:, 0].sum(), out[:, 1].square().sum(), out[:, 2:].sin().sum()]
-
-        expected = mean_over_ranks([
-            alone(ddp.module, lambda m, r=r: sum(parts(m, r))) for r in range(world)
-        ])  # fmt: skip
-        ddp.zero_grad()
-        for part in parts(ddp, rank):
-            part.backward(retain_graph=True)
-        check_gradients(ddp, expected, f"step {step}", 1e-5)
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
-
-
-@VIEWS
-def test_several_backwards_per_forward_average(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _several_backwards, options)
-
-
 def _gradient_penalty(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
 
@@ -299,23 +204,3 @@ def _gradient_penalty(rank: int, world: int) -> None:
 
 def test_double_backward_averages(ranks: RankPool) -> None:
     ranks.run(2, _gradient_penalty)
-
-
-def _selected_inputs(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    weight = ddp.module.layers[1].weight
-    for step in range(3):
-        expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: _plain_loss(m, r))
-                                    for r in range(world)])  # fmt: skip
-        ddp.zero_grad()
-        _plain_loss(ddp, rank).backward(inputs=[weight])
-        for name, parameter in ddp.module.named_parameters():
-            wanted = expected[name] if parameter is weight else None
-            check_near(parameter.grad, wanted, f"{name}, step {step}", 1e-5)
-
-
-def test_backward_with_inputs_averages_these_only(ranks: RankPool) -> None:
-    ranks.run(2, _selected_inputs)
-
-
-# --- what users see after an exception ---

@@ -99,37 +99,6 @@ def test_operator_terms_of_a_gradient_that_cancel_are_not_rounded(dtype: torch.d
     assert ours <= 2 * torchs
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("track", [True, False])
-@pytest.mark.parametrize("momentum", [None, 0.0, 0.25])
-@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (4, 3, 2, 3), (4, 3, 2, 2, 2)], ids=str)
-def test_sync_batch_norm_modes_match_torch(
-    shape: tuple, momentum: float | None, track: bool, affine: bool
-) -> None:
-    kind = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
-    plain = kind.get(len(shape), torch.nn.BatchNorm3d)(
-        3, eps=1e-3, momentum=momentum, affine=affine, track_running_stats=track
-    )
-    module = SyncBatchNorm(3, 1e-3, momentum, affine, track)
-    for training in [True, True, False, True, False]:
-        plain.train(training)
-        module.train(training)
-        x = torch.randn(shape, requires_grad=True)
-        other = x.detach().clone().requires_grad_()
-        torch.testing.assert_close(module(x), plain(other))
-        dy = torch.randn(shape)
-        module(x).backward(dy)
-        plain(other).backward(dy)
-        torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
-    torch.testing.assert_close(
-        [p.grad for p in module.parameters()],
-        [p.grad for p in plain.parameters()],
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
 @pytest.mark.usefixtures("device")
 def test_operator_gradcheck_first_and_second() -> None:
     inputs = _inputs([3, 3, 2, 2], torch.float64, 3, seed=4)

@@ -5,7 +5,6 @@ batch."""
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import pickle
 from typing import Any
@@ -15,11 +14,9 @@ import torch
 import torch.distributed as dist
 from ddp_support import host_channel, raises, run_ranks
 from nccl_like import eager_nccl
-from sync_batch_norm_cases import check_random_cases
 from sync_batch_norm_support import (
     CutGradient,
     assert_near,
-    fresh_seed,
     reference_batch_norm,
 )
 
@@ -28,11 +25,6 @@ from apex.parallel import SyncBatchNorm, create_syncbn_process_group, syncbn_gro
 c10d: Any = torch._C._distributed_c10d
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_sync_batch_norm_random_cases_match_one_process(world_size: int) -> None:
-    run_ranks(world_size, check_random_cases, fresh_seed(), 40)
 
 
 def _mixed_dtypes(rank: int, world_size: int) -> None:
@@ -49,40 +41,6 @@ def _mixed_dtypes(rank: int, world_size: int) -> None:
 
 def test_running_statistics_have_the_same_bits_where_dtypes_of_inputs_differ() -> None:
     run_ranks(2, _mixed_dtypes)
-
-
-def _modes_body(rank: int, world_size: int) -> None:
-    torch.manual_seed(5)
-    batch = torch.randn(4, 5, 3, 2, 3)  # steps, whole batch, channels, height, width
-    mine = slice(0, 2) if rank == 0 else slice(2, 5)
-    for affine, track, momentum in itertools.product([True, False], [True, False], [None, 0.1]):
-        module = SyncBatchNorm(3, 1e-3, momentum, affine, track)
-        whole = torch.nn.BatchNorm2d(3, 1e-3, momentum, affine, track)
-        for step, training in enumerate([True, True, False, True]):
-            module.train(training)
-            whole.train(training)
-            x = batch[step, mine].clone().requires_grad_()
-            x_all = batch[step].clone().requires_grad_()
-            y = module(x)
-            # Evaluation never uses the other ranks, even without running statistics.
-            alone = not training and not track
-            want = whole(x if alone else x_all)
-            want_mine = want if alone else want[mine]
-            case = f"{affine, track, momentum} "
-            torch.testing.assert_close(y, want_mine, msg=case.__add__)
-            (dx,) = torch.autograd.grad(y.pow(3).sum(), x)
-            wanted = x if alone else x_all
-            (dx_want,) = torch.autograd.grad(whole(wanted).pow(3).sum(), wanted)
-            torch.testing.assert_close(
-                dx, dx_want if alone else dx_want[mine], rtol=1e-4, atol=1e-5
-            )
-            if training and track:  # the reference has counted this batch twice
-                whole.load_state_dict(module.state_dict())
-        torch.testing.assert_close(dict(module.state_dict()), dict(whole.state_dict()))
-
-
-def test_sync_batch_norm_every_mode_on_two_ranks_matches_torch_on_the_whole_batch() -> None:
-    run_ranks(2, _modes_body)
 
 
 def _count_body(rank: int, world_size: int) -> None:
