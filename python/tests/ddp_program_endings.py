@@ -145,8 +145,8 @@ def freeze_alone(machine: Any, uid: int, args: dict[str, Any], forward: Forward)
     forward = Forward(m, forward.wrapper, [[]] * machine.world)
     error: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        machine.weigh(stack, args, [forward], 0)
         try:
+            machine.weigh(stack, args, [forward], 0)
             for loss in machine.run_forwards(uid, {**args, "how": None}, [forward], 0):
                 loss.backward()
         except RuntimeError as caught:

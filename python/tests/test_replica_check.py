@@ -202,7 +202,7 @@ def test_replica_check_after_local_updates_of_one_rank(ranks: RankPool) -> None:
 
 
 def _hooks(rank: int, world: int) -> None:
-    """The module's hook goes with the wrapper, and a saved module needs nothing of this package."""
+    """The module has one hook, whatever wraps it, and saved it needs nothing of this package."""
     net = Net()
     ddp = DistributedDataParallel(net)
     check_equal(len(net._load_state_dict_pre_hooks), 1, "hooks")
@@ -211,12 +211,17 @@ def _hooks(rank: int, world: int) -> None:
     check(b"apex" not in saved.getvalue(), "the saved hook refers to the package")
     copied = copy.deepcopy(net)
     copied.load_state_dict(net.state_dict())
+    hooks = iter(net._load_state_dict_pre_hooks.items())
+    next(hooks)
     del ddp
     gc.collect()
-    check_equal(len(net._load_state_dict_pre_hooks), 0, "hooks after the wrapper")
+    list(hooks)  # as in copy.deepcopy(net) when a wrapper ends meanwhile: a removal would raise
+    for _ in range(3):
+        DistributedDataParallel(net)
+    check_equal(len(net._load_state_dict_pre_hooks), 1, "hooks after other wrappers")
 
 
-def test_hook_of_the_module_goes_with_the_wrapper(ranks: RankPool) -> None:
+def test_hook_of_the_module_stays_and_is_the_only_one(ranks: RankPool) -> None:
     ranks.run(2, _hooks)
 
 

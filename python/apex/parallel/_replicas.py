@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class OnLoad:
@@ -17,23 +18,34 @@ class OnLoad:
     pickled and copied as a built-in function that takes any arguments and has no effect.
     """
 
-    __slots__ = ("_engine",)
+    __slots__ = ("_engines",)
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self) -> None:
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, engine: Any) -> None:
+        """Notify ``engine`` too, as long as it exists."""
+        self._engines.add(engine)
 
     def __call__(self, *_: Any) -> None:
-        engine = self._engine()
-        if engine is not None:
+        for engine in self._engines:
             engine.check_replicas_next()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ("", "format")
 
 
+# The hook stays with the module. Python may destroy an engine at any time, also while a script
+# iterates over the module's hooks, as copy.deepcopy() does, and a removal would end the iteration.
+_hooks: weakref.WeakKeyDictionary[nn.Module, OnLoad] = weakref.WeakKeyDictionary()
+
+
 def watch_loads(engine: Any) -> None:
-    """Register OnLoad with the module, until the engine is destroyed. Not if it is scripted."""
-    if isinstance(engine.module, torch.jit.ScriptModule):
+    """Register the engine with its module's OnLoad. Not if the module is scripted."""
+    module = engine.module
+    if isinstance(module, torch.jit.ScriptModule):
         return
-    handle = engine.module._register_load_state_dict_pre_hook(OnLoad(engine))
-    weakref.finalize(engine, handle.remove).atexit = False
+    if module not in _hooks:
+        _hooks[module] = OnLoad()
+        module._register_load_state_dict_pre_hook(_hooks[module])
+    _hooks[module].add(engine)
