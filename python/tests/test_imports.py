@@ -10,6 +10,7 @@ names types of a package above it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -157,6 +158,41 @@ def test_packages_import_downwards() -> None:
     assert upward(read(ROOT)) == []
 
 
+def _private_names(files: list[Path]) -> set[str]:
+    """Attributes and imports with a leading underscore that no source of the package defines."""
+    own, used = set[str](), set[str]()
+    for file in (ROOT / "apex").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+        own.add(file.stem)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            used.update(name for name in names if re.match("_[^_]", name))
+    return used - own
+
+
+def test_private_names_of_torch_are_listed_with_what_happens_if_they_go() -> None:
+    folders = ("apex", "apex/parallel", "apex/_internal")
+    files = [file for folder in folders for file in (ROOT / folder).glob("*.py")]
+    of_python = {"_exit", "_make", "_replace", "_option_string_actions"}
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    table = page.partition("private names of torch")[2].partition("\n\nHow tests")[0]
+    assert [n for n in _private_names(files) - of_python - {"_C"} if n not in table] == []
+    listed = set(re.findall(r"\b_[a-z]\w+", table)) - {"_internal"}
+    text = "".join(file.read_text() for file in files)
+    assert [name for name in listed if name not in text] == []
+
+
 def test_tests_import_no_test_and_define_helpers_once() -> None:
     defined: list[str] = []
     for file in (ROOT / "tests").rglob("*.py"):
@@ -220,7 +256,7 @@ def test_circle_through_a_package_is_found(tmp_path: Path) -> None:
         "apex/parallel/c.py": "",
     }
     imports = read(_tree(tmp_path, sources))
-    assert circles(imports) == [["apex.parallel", "apex.parallel.a", "apex.amp.b", "apex.parallel"]]
+    assert circles(imports) == [["apex.amp.b", "apex.parallel", "apex.parallel.a", "apex.amp.b"]]
     assert upward(imports) == [
         "apex.parallel.a:1 imports apex.amp",
         "apex.parallel.a:1 imports apex.amp.b",
