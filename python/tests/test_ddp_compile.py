@@ -273,21 +273,6 @@ def test_compile_dynamic_shapes_averages(
     ranks.run(2, _varies, dynamic, inside, timeout_s=TIMEOUT_S)
 
 
-def _profiles(rank: int, world: int, inside: bool) -> None:
-    model = stack_of("stack")
-    _, called = wrap(model, "aot_eager", inside, prof=True)
-    check_compiled_step(model, called, rank, 0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        called(batch(rank, 1)).square().sum().backward()
-    ranges = [event.name for event in profile.events()]
-    check_equal(ranges.count("apex.DistributedDataParallel.forward"), 1, "ranges of the forward")
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_compile_with_prof_emits_the_range(ranks: RankPool, inside: bool) -> None:
-    ranks.run(2, _profiles, inside, timeout_s=TIMEOUT_S)
-
-
 def _accumulates(rank: int, world: int) -> None:
     pieces = Pieces()
     model = stack_of("stack")

@@ -219,30 +219,6 @@ def test_buffers_are_left_alone_unless_asked(
     ranks.run(2, _buffers, options, kept)
 
 
-def _two_forwards_with_buffers(rank: int, world: int) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("scale", torch.full((4,), 2.0))
-            self.register_buffer("shift", torch.full((3,), 2.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * self.scale + self.shift.sum()  # scale is saved for backward
-
-    ddp = DistributedDataParallel(build(Scaled), broadcast_buffers=True)
-    for step in range(2):
-
-        def loss(model: nn.Module, r: int, step: int = step) -> Tensor:
-            return (model(data(r, step)) + model(data(r, step + 7))).sum()
-
-        check_step(ddp, loss, f"step {step}")
-
-
-def test_broadcast_buffers_two_forwards_before_a_backward(ranks: RankPool) -> None:
-    ranks.run(2, _two_forwards_with_buffers)
-
-
 # --- training ---
 
 
@@ -274,31 +250,6 @@ def _trains(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "zero"])
 def test_training_follows_one_process(ranks: RankPool, name: str) -> None:
     ranks.run(2, _trains, name)
-
-
-def _compiles(rank: int, world: int, backend: str, inside: bool) -> None:
-    torch._dynamo.reset()
-    model = SPEC.make()
-    if inside:
-        ddp = DistributedDataParallel(torch.compile(model, backend=backend), message_size=30)
-        called: nn.Module = ddp
-    else:
-        ddp = DistributedDataParallel(model, message_size=30)
-        called = torch.compile(ddp, backend=backend)
-    for step in range(4):
-        reference = to_reference(model)
-        loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
-        ddp.zero_grad()
-        _loss(called, rank, step).backward()
-        check_gradients(model, gradients(reference), f"step {step}", 1e-4)
-        check_same_on_all_ranks([p.grad for p in model.parameters()], f"step {step}")
-    check_equal(ddp.statistics()["backwards"], 4, "synchronized backwards")
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_model_averages(ranks: RankPool, backend: str, inside: bool) -> None:
-    ranks.run(2, _compiles, backend, inside, timeout_s=240)
 
 
 # --- communication hooks of torch ---

@@ -48,8 +48,7 @@ def require_own_process(group: Any, who: str) -> None:
 def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """Return ``process_group`` or the default group.
 
-    Raises:
-        RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
+    Raises RuntimeError without an initialized torch.distributed, or if this process is no member.
     """
     # This comes first: a forked child has none of the group's threads, and would wait for them.
     require_own_process(process_group or dist.group.WORLD, who)
@@ -227,12 +226,10 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def end_groups_at_exit(holder: Any = None) -> None:
-    """Destroy the process groups when the interpreter exits, if the script did not.
-    Groups of the backend ``apex`` are destroyed in any case. Scripts written for NVIDIA's Apex
-    never destroy their groups. NCCL groups are left to torch, because destroying them may wait for
-    other ranks.
-    ``holder``, if given, keeps process groups in its attributes ``process_group``, ``groups``,
-    ``reducer`` and ``core``. These references are dropped at exit.
+    """Destroy the process groups when the interpreter exits, if the script did not, as scripts for
+    NVIDIA's Apex do not. NCCL groups are left to torch: destroying them may wait for other ranks.
+
+    Attributes ``process_group``, ``groups``, ``reducer`` and ``core`` of ``holder`` are dropped.
     """
     global _in_use
     _in_use = True

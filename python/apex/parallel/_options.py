@@ -67,14 +67,10 @@ def check(given: dict[str, Any]) -> EngineOptions:
         raise ValueError(
             f"replica_check_every must be a number of steps, 0 (never) or None, got {every!r}."
         )
-    _check_streams(
-        given["num_allreduce_streams"], given["allreduce_communicators"], given["delay_allreduce"]
-    )
+    _check_streams(given["num_allreduce_streams"], given)
     if given["device_mesh"] is not None:
         if given["process_group"] is not None:
-            raise ValueError(
-                "process_group and device_mesh both choose the ranks: pass only one of them."
-            )
+            raise ValueError("process_group and device_mesh: pass only one of them.")
         given["process_group"] = given["device_mesh"].get_group()
     reducer = {
         **_bucket_limits(given),
@@ -98,11 +94,8 @@ def check(given: dict[str, Any]) -> EngineOptions:
 
 
 def _read_as_torch(given: dict[str, Any]) -> None:
-    """Read ``(module, device_ids, output_device=None)``, the order of torch's class.
-
-    A device index as the third argument raises: as Apex's delay_allreduce, it would mean True on
-    rank 1 and False on rank 0.
-    """
+    """Read ``(module, device_ids, output_device=None)``, the order of torch's class. A device index
+    as delay_allreduce would mean True on rank 1 and False on rank 0."""
     ids, third = given["message_size"], given["delay_allreduce"]
     if given["device_ids"] is not None or not (ids is None or isinstance(ids, (list, tuple))):
         return
@@ -150,10 +143,7 @@ def _bucket_limits(given: dict[str, Any]) -> dict[str, Any]:
         return {"cap": given_elements(given["message_size"]) or 0}
     cap = _in_range(_positive("bucket_cap_mb", given["bucket_cap_mb"], "MiB") * (1 << 20))
     if elements != MESSAGE_SIZE:
-        raise ValueError(
-            "message_size (elements) and bucket_cap_mb (MiB) both set the bucket size: pass only "
-            "one of them."
-        )
+        raise ValueError("message_size and bucket_cap_mb: pass only one of them.")
     return {
         "cap": cap,
         "first_cap": min(cap, _in_range(first_mb * (1 << 20))),
@@ -166,18 +156,18 @@ def given_elements(message_size: int) -> int | None:
     return None if message_size == MESSAGE_SIZE else message_size
 
 
-def _check_streams(count: Any, communicators: Any, delay_allreduce: bool) -> None:
+def _check_streams(count: Any, given: dict[str, Any]) -> None:
     """Raise for contradictory numbers of communicators."""
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"num_allreduce_streams must be an integer of at least 1, got {count!r}.")
-    if delay_allreduce and count > 1:
+    if given["delay_allreduce"] and count > 1:
         raise ValueError(
             "delay_allreduce launches every bucket at the end of backward, so "
             "num_allreduce_streams > 1 has no effect: pass only one of them."
         )
-    if communicators is None:
+    if given["allreduce_communicators"] is None:
         return
-    groups, streams = communicators
+    groups, streams = given["allreduce_communicators"]
     if count == 1 or not len(groups) == len(streams) == count:
         raise ValueError(
             f"allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, but "

@@ -44,11 +44,11 @@ class SyncBatchNorm(_BatchNorm):
         dtype: of parameters and running statistics.
 
     Shapes: input ``[N, C]`` or ``[N, C, *]`` with any number of further dimensions, or
-    ``[N, *, C]`` with ``channel_last``. The output has the input's shape, dtype and memory format;
-    ``torch.channels_last`` input is not copied. Input dtype: float16, bfloat16, float32 or float64.
-    Elements are computed in float32, or in float64 for float64 input. Between ranks, statistics are
-    merged in float64, and parameters and running statistics may have any of these dtypes and any
-    strides. Evaluation, and training of one rank on the CPU, are torch's own batch norm.
+    ``[N, *, C]`` with ``channel_last``. The output has the input's shape, dtype and memory format.
+    Input dtype: float16, bfloat16, float32 or float64. Elements are computed in float32, or in
+    float64 for float64 input; statistics are merged in float64. Parameters and running statistics
+    may have any of these dtypes. Evaluation, and training of one rank on the CPU, are torch's own
+    batch norm.
 
     Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as for every other
     parameter, and DistributedDataParallel averages them. Higher derivatives are supported (of one

@@ -27,15 +27,10 @@ _own_group: weakref.ref[Any] | None = None  # weak: a group ends with its last r
 def default_group() -> Any:
     """A separate group of all ranks, shared by every ``SyncBatchNorm``.
 
-    Its collectives never queue behind those of gradient buckets. It is created by the first call
-    after ``init_process_group`` that finds more than one rank, with the default group's backend and
-    timeout. It is created again if the default group was. None without a default group or with one
-    rank.
-
-    The call that creates it is collective, so every rank must make it. So it happens in the first
-    training forward, which every rank runs, and not at construction or conversion. One rank alone
-    can then build a model for evaluation without blocking. Blocks the host while it creates the
-    group. Thread safe.
+    Its collectives never queue behind those of gradient buckets. None without a default group or
+    with one rank. It has the default group's backend and timeout, and is created again if the
+    default group was. That is collective, and blocks. So it happens in the first training forward:
+    one rank alone can build a model for evaluation. Thread safe.
     """
     global _world, _own_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -66,10 +61,8 @@ default_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def group_name_of(group: Any) -> str | None:
-    """The name under which operators find ``group``; None means the default communicator.
-
-    Raises ValueError on a rank that is not a member of the group.
-    """
+    """The name under which operators find ``group``; None means the default communicator. Raises
+    ValueError on a rank that is not a member."""
     if group is None:
         return None
     if group == dist.GroupMember.NON_GROUP_MEMBER or not hasattr(group, "size"):
