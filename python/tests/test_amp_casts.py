@@ -22,6 +22,11 @@ def start(device: str, dtype: torch.dtype = torch.float16, **options: object) ->
     return amp.init(dtype=dtype, device_types=(device,), **options)
 
 
+def prepare(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+
+
 def matrix(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     # Positive and below 1, so in the domain of every function in the tables.
     return torch.linspace(0.1, 0.9, 16, device=device).reshape(4, 4).to(dtype)
@@ -81,8 +86,6 @@ FLOAT32 = {
     "operator_rpow": lambda x: 2**x,
     "tensor_cpu": lambda x: x.cpu(),
     "norm": lambda x: x.norm(),
-    "mean": lambda x: x.mean(),
-    "torch_mean": lambda x: torch.mean(input=x),
     "renorm": lambda x: x.renorm(2, 0, 1.0),
     "dist": lambda x: torch.dist(x, x),
     **{
@@ -104,8 +107,7 @@ FOLLOW = {
     "max_pool": lambda x: F.max_pool1d(x, 2),
     "dropout": lambda x: F.dropout(x, 0.5),
     "transpose": lambda x: x.t(),
-    "mean_along_dimensions": lambda x: x.mean((0, 1)),
-    "mean_kept": lambda x: x.mean(dim=0, keepdim=True),
+    "mean": lambda x: x.mean(),
     "batch_norm": lambda x: F.batch_norm(
         x, torch.zeros(4, device=x.device), torch.ones(4, device=x.device), training=True
     ),
@@ -201,37 +203,6 @@ def test_o1_promoting_function_takes_the_widest_type(name: str, device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["exp_", "log_", "pow_", "rsqrt_", "expm1_", "reciprocal_"])
-def test_o1_in_place_float32_function_refuses_half(name: str, device: str) -> None:
-    start(device)
-    arguments = (2,) if name == "pow_" else ()
-    with pytest.raises(NotImplementedError, match="out-of-place"):
-        getattr(matrix(device, torch.float16), name)(*arguments)
-    assert getattr(matrix(device), name)(*arguments).dtype == torch.float32
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y: x.add_(y),
-        lambda x, y: x.mul_(y),
-        lambda x, y: x.atan2_(y),
-        lambda x, y: x.addcmul_(y, y),
-        lambda x, y: x.addmm_(y, y),
-        lambda x, y: x.addmv_(y, y[0]) if x.dim() == 1 else x.add_(y),
-        lambda x, y: x.index_copy_(0, torch.arange(4, device=x.device), y),
-    ],
-)
-def test_o1_in_place_function_keeps_the_type_of_self(function: object, device: str) -> None:
-    start(device)
-    for mine, other in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
-        x = matrix(device, mine)
-        assert function(x, matrix(device, other)) is x
-        assert x.dtype == mine
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_o1_integers_and_doubles_stay(device: str) -> None:
     start(device)
     index = torch.arange(4, device=device)
@@ -241,7 +212,6 @@ def test_o1_integers_and_doubles_stay(device: str) -> None:
     double = matrix(device, torch.float64)
     assert (double @ double).dtype == torch.float64
     assert torch.exp(double).dtype == torch.float64
-    assert (double @ matrix(device)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -364,8 +334,8 @@ def test_out_argument_is_written_to_and_not_cast() -> None:
 
 def test_verbose_handle_names_the_cast(capsys: pytest.CaptureFixture[str]) -> None:
     start("cpu", verbose=True)
-    torch.mm(matrix("cpu"), matrix("cpu"))
-    assert "torch.float32 -> torch.float16 (mm)" in capsys.readouterr().out
+    torch.mv(matrix("cpu"), matrix("cpu")[0])
+    assert "torch.float32 -> torch.float16 (mv)" in capsys.readouterr().out
 
 
 class Functions:
@@ -454,9 +424,8 @@ def test_checkpointed_segment_recomputes_with_the_same_types() -> None:
             assert torch.equal(a.grad, b.grad)
 
 
-def test_backward_runs_without_casts() -> None:
-    start("cpu")
-    seen = []
+def test_scale_loss_body_runs_without_casts() -> None:
+    seen: list[torch.dtype] = []
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -470,8 +439,12 @@ def test_backward_runs_without_casts() -> None:
             return grad
 
     x = matrix("cpu").requires_grad_()
-    Probe.apply(x).sum().backward()
-    torch.autograd.grad(Probe.apply(x).sum(), x)
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    for options in ({}, {"loss_scale": 1.0}):
+        amp.initialize(nn.Linear(1, 1), optimizer, opt_level="O1", verbosity=0, **options)
+        with amp.scale_loss(Probe.apply(x).sum(), optimizer) as loss:
+            loss.backward()
+        del optimizer._amp_stash
     assert seen == [torch.float16, torch.float32] * 2
 
 
@@ -493,33 +466,40 @@ def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: floa
         assert linear(torch.ones(1, 1)).dtype == torch.float16
 
 
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+@pytest.mark.parametrize("make", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_o1_recurrent_cell_over_time_matches_float32(make: type[nn.Module]) -> None:
+    reference = make(3, 4)
+    model, optimizer = prepare(copy.deepcopy(reference))
+    inputs = torch.rand(5, 2, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(F.softmax(self.linear(x), dim=-1)) + F.layer_norm(x, [4]).sum()
+    def unroll(cell: nn.Module) -> torch.Tensor:
+        state = None
+        for step in inputs:
+            state = cell(step, state)
+        output = state[0] if isinstance(state, tuple) else state
+        return output.float().pow(2).sum()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(unroll(model), optimizer) as scaled:
+            scaled.backward()
+    with amp.disable_casts():
+        unroll(reference).backward()
+    for mine, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, want.grad, rtol=2e-2, atol=5e-3)
 
 
-def scripted_only_when_traced(x: torch.Tensor) -> torch.Tensor:
-    return F.normalize(x.exp(), dim=0)
-
-
-def test_o1_modules_and_functions_can_be_scripted() -> None:
-    module, x = Scripted(), matrix("cpu")
-    expected = module(x)
-    start("cpu")
-    scripted = torch.jit.script(module)
-    torch.testing.assert_close(scripted(x).float(), expected, rtol=1e-2, atol=1e-2)
-    if_tracing = torch.jit.script_if_tracing(scripted_only_when_traced)
-    torch.testing.assert_close(torch.jit.trace(if_tracing, x)(x), scripted_only_when_traced(x))
-    assert (x @ x).dtype == torch.float16 and x.half().exp().dtype == torch.float32
-
-
-def test_o1_script_that_fails_leaves_the_casts_on() -> None:
-    start("cpu")
-    patched = torch.exp, torch.jit.script
-    with pytest.raises(RuntimeError):
-        torch.jit.script(lambda x: [torch.exp(x), ""])  # a list of two types
-    assert (torch.exp, torch.jit.script) == patched
+def test_compiled_model_runs_in_half_and_trains() -> None:
+    model, optimizer = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    x = torch.rand(3, 4)
+    expected = model(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        output = compiled(x)
+        assert output.dtype == torch.float16
+        torch.testing.assert_close(output, expected)
+        optimizer.zero_grad()
+        with amp.scale_loss(output.float().sum(), optimizer) as scaled:
+            scaled.backward()
+        assert model[0].weight.grad.abs().sum() > 0

@@ -14,7 +14,6 @@ from amp_programs import draw_program, run, shrink
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, forget_amp
 
-from apex.amp.casts import CastCache
 from apex.amp.optimizer import OptimizerStash
 from apex.optimizers import FusedSGD, fused_adam, fused_sgd
 
@@ -51,10 +50,6 @@ OVERFLOW: Any = {"parts": [{"loss": 0, "delay": False, "overflow": True}]}
 
 #: What is broken, and a program that finds it.
 FAULTS = {
-    "cache": (
-        (CastCache, "clear", lambda *_: None),
-        _program("O1", "FusedAdam", Step(**PLAIN)),
-    ),
     "fused kernel": (
         (fused_sgd, "is_low_precision_on_cpu", lambda _: False),
         _program("O3", "FusedSGD", Step(**PLAIN)),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ._handle import AmpHandle, NoOpHandle
+    from .casting import AmpHandle, NoOpHandle
     from .frontend import Properties
     from .optimizer import OptimizerStash
     from .scaler import LossScaler

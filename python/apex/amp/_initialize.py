@@ -13,9 +13,8 @@ from .._internal.dtypes import LOW_PRECISION_DTYPES, convert_modules, is_low_pre
 from .._internal.refused import DataParallelWrapper, KeepsMasterWeights
 from .._internal.tree import map_tensors
 from ._amp_state import _amp_state, warn_or_err
-from ._handle import disable_casts
 from ._process_optimizer import process_optimizer, refuse_master_weights
-from .amp import init
+from .casting import disable_casts, init
 from .optimizer import float32_value, refuse_sharded
 from .scaler import LossScaler
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._handle import disable_casts, forget_casts
+from .casting import disable_casts
 from .optimizer import OptimizerStash
 from .scaler import LossScaler
 
@@ -37,11 +37,8 @@ def _hook_step(optimizer: Any, stash: OptimizerStash) -> None:
             self._opt_called = True
         else:
             given = () if closure is None else (stash.inside_step(closure),)
-            try:
-                with disable_casts():
-                    result = inner(*given, **kwargs)
-            finally:
-                forget_casts()  # a step that raises runs no hook
+            with disable_casts():
+                result = inner(*given, **kwargs)
         stash.after_step(skipped)
         return result
 

@@ -32,7 +32,7 @@ from .._internal import joining, not_served
 from .._internal.dtypes import is_low_precision
 from ..multi_tensor_apply._operations import wide_copies
 from ._amp_state import _amp_state, maybe_print, several_ranks
-from ._handle import AmpHandle, forget_casts
+from .casting import AmpHandle
 from .scaler import LossScaler
 
 #: The key in the optimizer's state under which master weights are saved by parameter index.
@@ -432,7 +432,6 @@ class OptimizerStash:
         before it."""
         self._fresh = self._fresh and skipped
         self.masters_to_model()
-        forget_casts()
 
     def inside_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure` with casts on, evaluated again after an overflow, because the step has

@@ -11,7 +11,7 @@ import torch
 
 from .._internal import skipped_steps
 from ._amp_state import _amp_state, find_stash
-from ._handle import disable_casts, forget_casts
+from .casting import disable_casts
 from .optimizer import OptimizerStash
 from .scaler import LossScaler
 
@@ -110,7 +110,6 @@ def scale_loss(
     ):
         with disable_casts():
             yield loss.float()
-        forget_casts()
         return
     scale = scaler.loss_scale()
     for stash in stashes:
@@ -129,7 +128,6 @@ def scale_loss(
         # All ranks skip this step. The others did not fail, and will exchange their flags below.
         failure = error
     finally:
-        forget_casts()
         scaler.clear_overflow_state()
         for stash in stashes:
             stash.in_context = False

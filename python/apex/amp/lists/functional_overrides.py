@@ -3,24 +3,8 @@
 
 import torch
 
-from .defaults import (
-    BANNED,
-    FLOAT32,
-    LOW_PRECISION,
-    PROMOTE,
-    PROMOTED_BY_TORCH,
-    SEQUENCES_PROMOTED_BY_TORCH,
-    existing,
-)
+from .defaults import BANNED, lists_of
 
 MODULE = torch.nn.functional
-
-#: Run in the low-precision dtype.
-FP16_FUNCS = existing(LOW_PRECISION, MODULE)
-#: Run in float32.
-FP32_FUNCS = existing(FLOAT32, MODULE)
-#: Promote to the widest dtype among their arguments.
-CASTS = existing((*PROMOTE, *PROMOTED_BY_TORCH), MODULE)
-SEQUENCE_CASTS = existing(SEQUENCES_PROMOTED_BY_TORCH, MODULE)
-#: Refused with low-precision arguments: name and remedy.
-BANNED_FUNCS = list(BANNED.items())
+FP16_FUNCS, FP32_FUNCS, CASTS, SEQUENCE_CASTS = lists_of(MODULE)
+BANNED_FUNCS: list[tuple[str, str]] = [BANNED]
