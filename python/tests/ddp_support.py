@@ -24,7 +24,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -145,7 +144,7 @@ def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEO
         share_one_gpu(rank)
     dist.init_process_group(
         "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{store}",
+        init_method=store,
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -207,9 +206,8 @@ class RankPool:
         self._processes: list[mp.Process] = []
         self._pipes: list[connection.Connection] = []
         self._starting: list[connection.Connection] = []
-        self._folder = tempfile.TemporaryDirectory()
         self._world = 0
-        self._generation = 0
+        self._store = ""
 
     def __enter__(self) -> RankPool:
         return self
@@ -235,9 +233,8 @@ class RankPool:
         self._start(world)
         if world != self._world:
             self._world = world
-            self._generation += 1
-        store = os.path.join(self._folder.name, f"store{self._generation}")
-        task = pickle.dumps((timeout_s, store, world, body, args))
+            self._store = f"tcp://127.0.0.1:{free_port()}"
+        task = pickle.dumps((timeout_s, self._store, world, body, args))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(task)
         replies = self._collect(world, lost, timeout_s)
@@ -334,7 +331,6 @@ class RankPool:
         for process in self._processes:
             process.join(10)
         self._stop()
-        self._folder.cleanup()
 
 
 _shared: list[RankPool] = []

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_support import PRELOADED, RanksFailed
+from ddp_support import PRELOADED, RanksFailed, free_port
 
 TIMEOUT_S = 120
 # The effect of `unshare --pid --fork --kill-child --mount-proc`, without starting another program.
@@ -63,6 +63,7 @@ def run_on_hosts(
     context = multiprocessing.get_context("forkserver")
     variables = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "store").write_text(f"tcp://127.0.0.1:{free_port()}")
         processes, first = [], 0
         for ranks in hosts:
             here = range(first, first + ranks)
@@ -150,7 +151,7 @@ def _run_rank(folder: Path, rank: int, world: int, body: Callable[..., Any], arg
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            init_group(rank, world, str(folder / "store"))
+            init_group(rank, world, (folder / "store").read_text())
             reply = ("ok", body(rank, world, *args))
     except BaseException:  # noqa: BLE001  (everything goes to the test)
         reply = ("error", traceback.format_exc())

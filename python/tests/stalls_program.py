@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank of a job of three. It runs scenarios in sequence; in each of them some rank is late.
 
-    python stalls_program.py STORE RANK [SCENARIO...]
+    python stalls_program.py PORT RANK [SCENARIO...]
 
 Prints a line of JSON per scenario: the report that this rank has printed in it, or null, and
 the rank and text that its logger received.
@@ -31,14 +31,14 @@ WORLD = 3
 class Late(nn.Module):
     """Waits in the next forward or backward, on the chosen rank."""
 
-    in_forward = in_backward = in_both = False
+    in_forward = in_backward = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_forward:
             time.sleep(LATE_S)
         if self.in_backward:
             x.register_hook(self.wait)
-        self.in_forward, self.in_backward, self.in_both = False, self.in_both, False
+        self.in_forward = self.in_backward = False
         return x
 
     @staticmethod
@@ -98,12 +98,6 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
             time.sleep((0.7 if rank == 1 else 2.5) * float(os.environ["APEX_STALL_SECONDS"]))
         step(ddp)
 
-    def twice() -> None:
-        """A rank is late at two places of one backward. Each is reported."""
-        if rank == 1:
-            late.in_backward = late.in_both = True
-        step(ddp)
-
     def stopped() -> None:
         if rank == 1:
             if os.fork() == 0:  # the child continues its parent
@@ -120,7 +114,6 @@ def scenarios(rank: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "native", 1, before(1, hold_the_interpreter)
     yield "construction", 2, late_to_construct
     yield "one_after_the_other", 2, one_after_the_other
-    yield "twice", 1, twice
     yield "stopped", 1, stopped
 
 
@@ -133,11 +126,13 @@ class Records(logging.Handler):
         self.got.append((record.rank, record.getMessage()))  # type: ignore[attr-defined]
 
 
-def main(store: str, rank: int, only: list[str]) -> None:
+def main(port: int, rank: int, only: list[str]) -> None:
     torch.manual_seed(rank)
     records = Records()
     logging.getLogger("apex.parallel").addHandler(records)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
     last = None
     for name, culprit, run in scenarios(rank):
         if only and name not in only:
@@ -157,4 +152,4 @@ def main(store: str, rank: int, only: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

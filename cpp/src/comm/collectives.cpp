@@ -130,7 +130,7 @@ bool is_broken_connection(const std::string& why) {
 
 bool all_on_this_host(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr known = find_watched(group);
-  return known && static_cast<int>(processes_of(*known).size()) == known->size - 1;
+  return known && known->board->all_on_this_host();
 }
 
 /// In a catch block: rethrows the current exception as a CommunicationError about waiting for
@@ -389,7 +389,7 @@ void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
     wait_with_reports(group, [&](std::chrono::milliseconds slice) {
       if (ended_within(slice)) return true;
       if (!known) return false;
-      if (!seen && !look_around(*known, ProcessState::kEnded).empty()) seen = Clock::now();
+      if (!seen && !known->board->look_around(ProcessState::kEnded).empty()) seen = Clock::now();
       if (seen && Clock::now() - *seen > timing::kOnTheWay)
         throw Error("a process of this group has ended");
       return false;

@@ -18,7 +18,7 @@
 #include "comm/host_protocol.h"
 #include "comm/host_sum.h"
 #include "plain_text.h"
-#include "watch/call_log.h"
+#include "watch/record.h"
 
 // Creates a channel and issues collectives. host_channel_parts.cpp makes progress on them, and
 // host_channel_wait.cpp waits.
@@ -182,7 +182,7 @@ HostChannel::WorkPtr HostChannel::post(std::shared_ptr<Operation> operation, Mes
   operation->op = message.op;
   operation->root = message.root;
   operation->keeps_part = message.keeps_part;
-  const std::string said = CallLog::in_common(operation->what);
+  const std::string said = in_common(operation->what);
   copy_bytes(message.what, said.data(), character_before(said, sizeof(message.what) - 1));
   APEX_HOST_STEP("message written");
   operation->message = std::make_unique<Message>(message);

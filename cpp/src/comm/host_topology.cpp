@@ -29,7 +29,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// A rank's description of itself, and which other ranks it can read.
 struct Introduction {
-  char process[192] = {};  ///< ProcessName, encoded; empty: this rank declines the channel
+  char process[192] = {};  ///< ProcessName, encoded
+  bool declines = false;   ///< the channel
   HostPlace first;
   uint64_t number = 0;  ///< expected at kNumberAt in its memory
 };
@@ -73,8 +74,9 @@ struct Offer {
 Offer make_offer() {
   Offer offer;
   const auto process = this_process();
-  if (is_switched_off() || !process) return offer;
-  put(offer.mine.process, process->encode());
+  offer.mine.declines = is_switched_off() || !process;
+  if (process) put(offer.mine.process, process->encode());
+  if (offer.mine.declines) return offer;
   try {
     offer.memory = HostMemory::create(HostChannel::kFirstBytes);
     HostChannel::prepare(*offer.memory);
@@ -88,8 +90,7 @@ Offer make_offer() {
   return offer;
 }
 
-/// The process of each rank; empty if a rank declines the channel or two ranks are the same
-/// process. Uses only gathered data, so all ranks take the same decision.
+/// The process of each rank; empty if one is unknown or two ranks are the same process.
 std::vector<ProcessName> processes_of(const std::vector<Introduction>& ranks) {
   std::vector<ProcessName> processes;
   std::set<std::pair<std::string, int64_t>> different;
@@ -99,6 +100,12 @@ std::vector<ProcessName> processes_of(const std::vector<Introduction>& ranks) {
     processes.push_back(*process);
   }
   return processes;
+}
+
+/// Uses only gathered data, so all ranks take the same decision.
+bool any_declines(const std::vector<Introduction>& ranks) {
+  return processes_of(ranks).empty() ||
+         std::any_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.declines; });
 }
 
 /// Maps the memory of `among`, ranks of this host; records the first problem.
@@ -151,7 +158,7 @@ std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer sum
   const bool too_many = std::any_of(layout.hosts.begin(), layout.hosts.end(), [](const auto& host) {
     return host.size() > HostChannel::kMostRanks;
   });
-  if (too_many || processes_of(again).empty()) return nullptr;
+  if (too_many || any_declines(again)) return nullptr;
 
   const std::vector<int>& here = layout.hosts[layout.host];
   Finding finding = sums.finding.problem[0] != 0 ? sums.finding : results.finding;
@@ -193,28 +200,31 @@ std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer sum
 
 HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const StorePtr& store,
                        std::chrono::milliseconds timeout) {
+  HostLinks links;
   Offer offer = make_offer();
   if (backend.getSize() == 1) {
-    if (!offer.memory || offer.finding.problem[0] != 0) return {};
-    return {std::make_shared<HostChannel>(0, std::move(offer.memory),
-                                          std::vector<HostChannel::Peer>(1), timeout),
-            nullptr};
+    if (offer.memory && offer.finding.problem[0] == 0)
+      links.channel = std::make_shared<HostChannel>(0, std::move(offer.memory),
+                                                    std::vector<HostChannel::Peer>(1), timeout);
+    return links;
   }
   const std::vector<Introduction> ranks = exchange(backend, offer.mine);
+  links.processes = processes_of(ranks);
+  if (any_declines(ranks)) return links;
   std::vector<std::string> host_of;
-  for (const ProcessName& process : processes_of(ranks)) host_of.push_back(process.host);
-  if (host_of.empty()) return {};
+  for (const ProcessName& process : links.processes) host_of.push_back(process.host);
   const HostLayout layout = lay_out(host_of, backend.getRank());
   if (layout.hosts.size() > 1) {
-    if (!gloo || !layout.worthwhile()) return {};
-    return {nullptr, connect_hosts(layout, std::move(offer), ranks, gloo, store, timeout)};
+    if (gloo && layout.worthwhile())
+      links.hierarchy = connect_hosts(layout, std::move(offer), ranks, gloo, store, timeout);
+    return links;
   }
-  if (ranks.size() > HostChannel::kMostRanks) return {};
+  if (ranks.size() > HostChannel::kMostRanks) return links;
   auto peers = map_peers(backend.getRank(), layout.hosts.front(), ranks, offer.finding);
-  if (!all_are_fine(backend, offer.finding, "share memory")) return {};
-  return {std::make_shared<HostChannel>(backend.getRank(), std::move(offer.memory),
-                                        std::move(peers), timeout),
-          nullptr};
+  if (all_are_fine(backend, offer.finding, "share memory"))
+    links.channel = std::make_shared<HostChannel>(backend.getRank(), std::move(offer.memory),
+                                                  std::move(peers), timeout);
+  return links;
 }
 
 }  // namespace apex::parallel

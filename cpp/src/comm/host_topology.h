@@ -5,12 +5,14 @@
 
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
+#include "watch/process_state.h"
 
 namespace apex::parallel {
 
@@ -31,6 +33,7 @@ namespace apex::parallel {
 struct HostLinks {
   std::shared_ptr<HostChannel> channel;      ///< set if all ranks are on one host
   std::shared_ptr<HostHierarchy> hierarchy;  ///< set if on several hosts, not one rank each
+  std::vector<ProcessName> processes;        ///< of the ranks; empty: unknown
 };
 
 /// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if a

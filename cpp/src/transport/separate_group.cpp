@@ -25,6 +25,7 @@
 #include "torch_version.h"
 #include "transport/host_backend.h"
 #include "watch/process_state.h"
+#include "watch/watched_group.h"
 #include "watch/watcher.h"
 
 namespace apex::parallel {
@@ -228,11 +229,14 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
     request.rank = group.getRank();
     request.size = group.getSize();
     request.timeout = *timeout;
+    const auto processes = std::make_shared<std::vector<ProcessName>>();
     made = connect_backend(group, "handshake of ranks that may share memory", *timeout, [=] {
       HostLinks links = connect_host(*on_cpu, nullptr, nullptr, request.timeout);
+      *processes = links.processes;
       return links.channel ? c10::make_intrusive<HostBackend>(request, nullptr, std::move(links))
                            : nullptr;
     });
+    remember_processes(group, *processes);
   }
   attachment->backend = made;
   return made;

@@ -3,14 +3,18 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -36,6 +40,26 @@ struct Neighbour {
   std::string outcome;  ///< "signal 9", "exit code 1"; empty while it runs, and for exit code 0
 };
 
+/// The address of the datagram socket that wakes `process`, in the abstract namespace.
+socklen_t address_of(const ProcessName& process, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  const std::string name =
+      "apex/" + std::to_string(process.pid) + '/' + std::to_string(process.start_time);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+int make_socket() {
+  const int fd = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const auto self = this_process();
+  sockaddr_un address;
+  if (self)
+    static_cast<void>(
+        ::bind(fd, reinterpret_cast<sockaddr*>(&address), address_of(*self, address)) == 0);
+  return fd;
+}
+
 /// State of the process. Never destroyed, since the thread is not joined. A forked child has no
 /// such thread, and begins with none of the parent's neighbours.
 struct Neighbours {
@@ -46,6 +70,7 @@ struct Neighbours {
   Clock::time_point printed;
   bool started = false;                                          ///< the thread
   const int changed = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  ///< `all` has grown
+  const int wakes = make_socket();                               ///< see wake_process()
 };
 
 Neighbours& neighbours() {
@@ -78,7 +103,7 @@ std::optional<std::string> find_line(Neighbours& state) {
     const WatchedGroupPtr known = find_watched(wait->group);
     if (!known) continue;
     std::string ended;
-    for (const auto& [rank, process] : processes_of(*known)) {
+    for (const auto& [rank, process] : known->board->processes()) {
       for (Neighbour& one : state.all) {
         if (one.outcome.empty() || !(one.process == process)) continue;
         ended += (ended.empty() ? "rank " : ", rank ") + std::to_string(rank) +
@@ -104,22 +129,28 @@ void print_if_waiting(Neighbours& state) {
 
 /// Polls until the process exits.
 void loop(Neighbours& state) {
+  constexpr size_t kFirst = 2;  // the first neighbour in `fds`
   std::vector<pollfd> fds;
   for (;;) {
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
-      fds.assign(1, {state.changed, POLLIN, 0});
+      fds.assign({{state.changed, POLLIN, 0}, {state.wakes, POLLIN, 0}});
       for (const Neighbour& one : state.all) fds.push_back({one.fd, POLLIN, 0});
     }
     if (::poll(fds.data(), fds.size(), -1) < 0) continue;
     if (uint64_t count = 0; (fds[0].revents & POLLIN) != 0)
       static_cast<void>(::read(state.changed, &count, sizeof(count)) > 0);
+    if ((fds[1].revents & POLLIN) != 0) {
+      for (char text = 0; ::recv(state.wakes, &text, sizeof(text), 0) >= 0;) {
+      }
+      look_at_boards();
+    }
     bool failed = false;
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
-      for (size_t i = 1; i < fds.size(); ++i) {
+      for (size_t i = kFirst; i < fds.size(); ++i) {
         if (fds[i].revents == 0) continue;
-        Neighbour& one = state.all[i - 1];
+        Neighbour& one = state.all[i - kFirst];
         one.outcome = outcome_of(one.process, one.fd);
         failed = failed || !one.outcome.empty();
         ::close(std::exchange(one.fd, -1));
@@ -146,16 +177,29 @@ void watch_process(const ProcessName& process) {
   static_cast<void>(::write(state.changed, &one, sizeof(one)) > 0);
 }
 
+void listen_to_neighbours() {
+  Neighbours& state = neighbours();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (std::exchange(state.started, true)) return;
+  std::thread([&state] { loop(state); }).detach();
+}
+
+void wake_process(const ProcessName& process) {
+  const auto self = this_process();
+  if (!self || self->host != process.host) return;
+  if (self->pid == process.pid) return look_at_boards();  // ranks are threads
+  sockaddr_un address;
+  const socklen_t length = address_of(process, address);
+  static_cast<void>(::sendto(neighbours().wakes, "", 1, MSG_NOSIGNAL,
+                             reinterpret_cast<sockaddr*>(&address), length) >= 0);
+}
+
 WaitScope::WaitScope(const c10d::ProcessGroup& of, const std::string& name)
     : group(of), what(name) {
   Neighbours& state = neighbours();
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.waits.push_back(this);
-    if (!state.started && !state.all.empty()) {
-      state.started = true;
-      std::thread([&state] { loop(state); }).detach();
-    }
   }
   if (state.some_failed) print_if_waiting(state);
 }

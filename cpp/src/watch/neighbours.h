@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Reports at once that the process of a rank on this host has ended with an error.
+/// The processes of this host's other ranks: reports at once that one has ended with an error, and
+/// wakes them.
 
 #include <map>
 #include <string>
@@ -24,6 +25,13 @@ namespace apex::parallel {
 
 /// From now on the end of `process` is noticed. Thread safe.
 void watch_process(const ProcessName& process);
+
+/// Starts the thread that watches processes, and listens to wake_process() of other processes.
+void listen_to_neighbours();
+
+/// Makes a process of this host look for news of its groups, whatever its threads do. A datagram to
+/// its thread; lost where the processes do not share a network namespace.
+void wake_process(const ProcessName& process);
 
 /// The processes of the job's ranks on this host, by rank, as far as the launcher has started them
 /// as children of one process with RANK in their environment, as torchrun and multiproc do. Needs

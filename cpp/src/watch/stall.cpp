@@ -17,7 +17,7 @@
 #include "distributed/backends.h"
 #include "watch/forced_unwind.h"
 #include "watch/notice.h"
-#include "watch/stall_verdict.h"
+#include "watch/record.h"
 #include "watch/timing.h"
 
 namespace apex::parallel {
@@ -72,23 +72,10 @@ milliseconds limit_of(const WatchedGroup& group) {
                                          : milliseconds(stall_ms());
 }
 
-/// Poll interval of a group. At most that of the default stall time, also if this rank's own
-/// verdicts are off, so that it answers in time for other ranks' verdicts.
-milliseconds between_answers(const WatchedGroup& group) {
+/// 0: no reports are printed, but ranks in different collectives are found.
+milliseconds time_of_questions(const WatchedGroup& group) {
   const milliseconds limit = limit_of(group);
-  return timing::between_answers(limit > milliseconds(0) ? std::min(limit, kDefaultTime)
-                                                         : kDefaultTime);
-}
-
-/// A group and the groups made from it share this board.
-std::string key_of(WatchedGroup& group, c10d::Store& store) {
-  return group.root()->key(store, "stall");
-}
-
-/// Key of the last printed verdict. Shared, because ranks that wait in several of these groups may
-/// wait for the same rank.
-std::string key_of_said(WatchedGroup& group, c10d::Store& store) {
-  return key_of(group, store) + "/said";
+  return limit > milliseconds(0) ? limit : kDefaultTime;
 }
 
 double seconds_since(Clock::time_point time) {
@@ -116,45 +103,46 @@ std::string read_state() {
   return lines;
 }
 
-Whereabouts whereabouts(WatchedGroup& group, bool waits) {
-  const CallLog::Last last = group.calls.last();
-  Whereabouts at;
-  at.group = group.label();
-  at.call = last.number;
-  at.what = last.what;
-  at.waits = waits;
-  if (last.number != 0) at.seconds = seconds_since(waits ? group.waits_since.load() : last.began);
-  const WatchedGroupPtr root = group.root();
-  for (const WatchedGroupPtr& one : all_watched()) {
-    if (one->root() == root) at.reached[one->label()] = one->calls.last_number();
-  }
-  return at;
+/// Fills in the position of `group`.
+void set_position(RankRecord& record, WatchedGroup& group, bool waits) {
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  record.channel = group.channel;
+  record.call = group.calls.number;
+  record.what = group.calls.name_of(group.calls.number);
+  record.waits = waits;
+  record.seconds =
+      record.call == 0 ? 0 : seconds_since(waits ? group.waits_since.load() : group.began);
 }
 
-/// The position of the rank of `asked`: the group in which it waits, or else its latest call.
-Whereabouts latest_of(const WatchedGroup& asked) {
-  Whereabouts latest;
+int64_t last_call(WatchedGroup& group) {
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  return group.calls.number;
+}
+
+std::map<std::string, CallLog> calls_of(const Board& board) {
+  std::map<std::string, CallLog> calls;
   for (const WatchedGroupPtr& group : all_watched()) {
-    // Skips other ranks of the group if ranks are threads of one process.
-    if (group->group_name == asked.group_name && group->rank != asked.rank) continue;
-    Whereabouts at = whereabouts(*group, group->waits > 0);
-    const bool known = at.call != 0;
-    if (known && (latest.call == 0 || std::make_pair(!at.waits, at.seconds) <
-                                          std::make_pair(!latest.waits, latest.seconds)))
-      latest = std::move(at);
+    if (group->board.get() != &board) continue;
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    calls[group->channel] = group->calls;
   }
-  latest.state = read_state();
-  return latest;
+  return calls;
 }
 
-/// One key per rank: its earlier posts are obsolete.
-std::string key_of_rank(WatchedGroup& group, c10d::Store& store, int rank) {
-  return key_of(group, store) + '/' + std::to_string(rank);
+/// One key per rank: its earlier reports are obsolete.
+std::string key_of(const Board& board, int rank) {
+  return board.key("rank") + '/' + std::to_string(rank);
 }
 
-void post(c10d::Store& store, WatchedGroup& group, const Whereabouts& at) {
-  const std::string text = at.encode();
-  store.set(key_of_rank(group, store, group.rank), std::vector<uint8_t>(text.begin(), text.end()));
+std::string key_of_verdict(const WatchedGroup& group, int64_t call) {
+  return group.board->key("stall") + '/' + group.channel + '/' + std::to_string(call);
+}
+
+void post(c10d::Store& store, WatchedGroup& group, bool waits) {
+  RankRecord record;
+  set_position(record, group, waits);
+  record.calls = calls_of(*group.board);
+  set_text(store, key_of(*group.board, group.rank), record.encode());
 }
 
 }  // namespace
@@ -172,90 +160,38 @@ void add_state_reader(std::function<std::string()> read) {
   stalls().readers.push_back(std::move(read));
 }
 
-namespace {
-
-/// Polls, and answers if a rank is waiting. Returns how often ranks had asked.
-int64_t look_and_answer(WatchedGroup& group, c10d::Store& store, int64_t seen) {
-  const int64_t asked = count_of(store, key_of(group, store) + "/asked");
-  if (asked == seen) return asked;
-  Whereabouts at = latest_of(group);
-  at.asked = asked;
-  post(store, group, at);
-  group.reported_elsewhere = !at.waits;
-  return asked;
-}
-
-/// The wait of a group's GPU. Used on the store's thread.
-struct GpuWait {
-  c10::intrusive_ptr<c10d::Work> work;  ///< the last launched one when the wait began
-  std::optional<StallWatch> stall;
-
-  void poll(const WatchedGroupPtr& group) {
-    if (work && !distributed::has_completed(*work)) return stall->poll();
-    stall.reset();
-    Launched last;
-    {
-      const std::lock_guard<std::mutex> lock(group->mutex);
-      last = std::exchange(group->launched, {});
-    }
-    work = last.work;
-    if (work) stall.emplace(group, last);
+RankRecord position(Board& board) {
+  RankRecord latest;
+  for (const WatchedGroupPtr& group : all_watched()) {
+    // Skips other ranks of the group if ranks are threads of one process.
+    if (group->board.get() != &board && group->board->group_name == board.group_name) continue;
+    RankRecord at;
+    set_position(at, *group, group->waits > 0);
+    if (at.call != 0 && (latest.call == 0 || std::make_pair(!at.waits, at.seconds) <
+                                                 std::make_pair(!latest.waits, latest.seconds)))
+      latest = std::move(at);
   }
-};
-
-/// Reschedules itself; stops with the group or the store.
-void answer(const std::weak_ptr<WatchedGroup>& weak, int64_t seen,
-            const std::shared_ptr<GpuWait>& gpu) {
-  const WatchedGroupPtr group = weak.lock();
-  if (!group) return;
+  latest.calls = calls_of(board);
   {
     const std::lock_guard<std::mutex> lock(stalls().mutex);
-    if (stalls().ended) return;
+    if (stalls().ended) return latest;
     ++stalls().answering;
   }
-  bool goes_on = true;
-  try {
-    gpu->poll(group);
-    // An exited process may have hosted the store, and torch logs every call to a lost store.
-    if (look_around(*group, ProcessState::kEnded).empty())
-      group->store->run([&](c10d::Store& store) { seen = look_and_answer(*group, store, seen); });
-  } catch (APEX_FORCED_UNWIND) {
-    throw;
-  } catch (...) {
-    goes_on = group->store->is_there();  // the store may become reachable again
-  }
-  if (goes_on) {
-    group->store->thread().run([weak, seen, gpu] { answer(weak, seen, gpu); },
-                               Clock::now() + between_answers(*group));
-  }
+  latest.state = read_state();
   const std::lock_guard<std::mutex> lock(stalls().mutex);
   --stalls().answering;
   stalls().answered.notify_all();
+  return latest;
 }
-
-}  // namespace
 
 void end_answers() {
-  std::unique_lock<std::mutex> lock(stalls().mutex);
-  stalls().ended = true;
-  stalls().answered.wait_for(lock, std::chrono::seconds(1), [] { return stalls().answering == 0; });
-}
-
-void answer_stalls(const WatchedGroupPtr& group) {
-  group->store->thread().run(
-      [weak = std::weak_ptr<WatchedGroup>(group)] { answer(weak, 0, std::make_shared<GpuWait>()); },
-      Clock::now() + between_answers(*group));
-}
-
-void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
-                       const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
-  const WatchedGroupPtr one = find_watched(group);
-  if (!one || distributed::is_capturing()) return;
-  Launched before{work, one->calls.last_number(), what};
-  const std::lock_guard<std::mutex> lock(one->mutex);
-  std::swap(one->launched, before);
-} catch (...) {
-  // A stall of this call is not reported.
+  {
+    std::unique_lock<std::mutex> lock(stalls().mutex);
+    stalls().ended = true;
+    stalls().answered.wait_for(lock, std::chrono::seconds(1),
+                               [] { return stalls().answering == 0; });
+  }
+  stay_for_readers();
 }
 
 /// State of a wait on the store's thread, which may outlive the wait.
@@ -267,31 +203,44 @@ struct StallWatch::Waiting {
   const int64_t call;
   const std::string what;  ///< of a GPU wait
   const bool on_device;
-  const Clock::time_point since = Clock::now() - timing::kUsual;
-  std::atomic<bool> over{false};
-  std::atomic<bool> alone{false};      ///< it was printed that the store does not answer
-  std::optional<int64_t> said_before;  ///< number of printed verdicts when this rank asked first
+  const Clock::time_point since = Clock::now() - (on_device ? milliseconds(0) : timing::kUsual);
+  std::atomic<bool> over{false}, posted{false};
+  std::atomic<bool> read{false};  ///< the store has answered what is read when a report is due
+  int64_t asked = 0;              ///< how often ranks had asked; used on the store's thread
+  int round = 0;
 
-  void ask(c10d::Store& store, Round& round);
-  void speak(c10d::Store& store, const Round& round);
-  void take_over(const Said& said) const;
+  std::mutex mutex;  ///< guards the rest
+  std::string difference;
+
+  void ask(c10d::Store& store);
+  void compare(c10d::Store& store);
+  void report(c10d::Store& store);
   Stall stall() const;
   void print(const std::string& verdict) const;
+  bool differs(int rank, const RankRecord& theirs);
+  /// Calls `step` on the store's thread unless the wait is over.
+  static void post(const std::shared_ptr<Waiting>& waiting, void (Waiting::*step)(c10d::Store&)) {
+    waiting->group->board->post([waiting, step](c10d::Store& store) {
+      if (!waiting->over) (waiting.get()->*step)(store);
+    });
+  }
 };
 
-/// This rank's view, without the others' posts.
+/// This rank's view, without the others' reports.
 Stall StallWatch::Waiting::stall() const {
   Stall stall;
   stall.rank = group->rank;
   stall.size = group->size;
-  stall.mine = whereabouts(*group, !on_device);
+  set_position(stall.mine, *group, !on_device);
+  stall.mine.calls = calls_of(*group->board);
   stall.on_device = on_device;
   if (on_device) {
     stall.mine.call = call;
     stall.mine.what = what;
     stall.mine.seconds = seconds_since(since);
   }
-  stall.processes = look_around(*group);
+  stall.mine.asked = asked;
+  stall.processes = group->board->look_around();
   stall.note = group->note;
   const double timeout = std::chrono::duration<double>(group->timeout).count();
   stall.seconds_left = timeout > 0 ? std::max(0.0, timeout - stall.mine.seconds) : -1;
@@ -300,82 +249,70 @@ Stall StallWatch::Waiting::stall() const {
 
 void StallWatch::Waiting::print(const std::string& verdict) const {
   notify(verdict);
-  {
-    const std::lock_guard<std::mutex> lock(stalls().mutex);
-    stalls().last_verdict = verdict;
-  }
-  const std::lock_guard<std::mutex> lock(group->mutex);
-  group->stall = verdict;
-  group->stalled = true;
+  const std::lock_guard<std::mutex> lock(stalls().mutex);
+  stalls().last_verdict = verdict;
 }
 
-void StallWatch::Waiting::ask(c10d::Store& store, Round& round) {
-  if (!on_device) parallel::post(store, *group, whereabouts(*group, true));
-  round.said = get_or_empty(store, key_of_said(*group, store));
-  const Said said = Said::decode(round.said);
-  if (!said_before) said_before = said.times;
-  take_over(said);
-  round.asked = store.add(key_of(*group, store) + "/asked", 1);
-  round.asked_at = Clock::now();
+void StallWatch::Waiting::ask(c10d::Store& store) {
+  const Board& board = *group->board;
+  if (!on_device) parallel::post(store, *group, true);
+  asked = store.add(board.key("asked"), 1);
+  store.add(board.key("news"), 1);
+  group->asked = true;
+  group->board->wake();
 }
 
-/// Adds the verdict to this rank's own error.
-void StallWatch::Waiting::take_over(const Said& said) const {
-  if (over || said.times <= *said_before || said.verdict.empty()) return;
-  const std::lock_guard<std::mutex> lock(group->mutex);
-  group->stall = said.verdict;
-  group->stalled = true;
+bool StallWatch::Waiting::differs(int rank, const RankRecord& theirs) {
+  RankRecord mine;
+  mine.calls = calls_of(*group->board);
+  std::string found = apart(group->rank, mine, rank, theirs);
+  const std::lock_guard<std::mutex> lock(mutex);
+  difference = std::move(found);
+  return !difference.empty();
 }
 
-void StallWatch::Waiting::speak(c10d::Store& store, const Round& round) {
-  if (over || alone || round.asked == 0) return;  // the question did not reach the store
-  // The store has answered late, so other ranks had no time to answer.
-  if (Clock::now() - round.asked_at < timing::until_answered(limit_of(*group))) return;
-  const std::string key = key_of_said(*group, store);
-  const Said before = Said::decode(round.said);
-  Said said{before.times + 1, group->rank, before.group, before.call, before.signature, {}};
-  const std::string there = compare_set(store, key, round.said, said.encode());
-  if (there != said.encode()) return take_over(Said::decode(there));
+/// Compares this rank's calls with one other rank's: together the ranks compare all.
+void StallWatch::Waiting::compare(c10d::Store& store) {
+  const int next = (group->rank + 1) % group->size;
+  const std::string text = get_or_empty(store, key_of(*group->board, next));
+  if (!text.empty()) differs(next, RankRecord::decode(text));
+}
+
+void StallWatch::Waiting::report(c10d::Store& store) {
+  const std::string key = key_of_verdict(*group, call);
+  const std::string me = std::to_string(group->rank);
+  const std::string first = set_if_unset(store, key + '/' + std::to_string(round++), me);
+  read = true;
+  if (first != me) return;
   Stall now = stall();
-  now.mine.asked = round.asked;
   for (int rank = 0; rank < group->size; ++rank) {
-    const std::string text = get_or_empty(store, key_of_rank(*group, store, rank));
-    if (!text.empty()) now.others[rank] = Whereabouts::decode(text);
+    if (rank == group->rank) continue;
+    const std::string text = get_or_empty(store, key_of(*group->board, rank));
+    if (text.empty()) continue;
+    now.others[rank] = RankRecord::decode(text);
+    if (!on_device && differs(rank, now.others[rank])) return;
   }
-  said.signature = signature(now);
-  said.verdict = before.verdict;
-  if (over || !is_stall(now)) {
-    said.signature = before.signature;
-  } else if (said.signature != before.signature) {
-    said.group = group->label();
-    said.call = on_device ? 0 : call;
-    said.verdict = describe(now);
-    print(said.verdict);
-  }
-  const std::string text = said.encode();
-  store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
+  if (over || limit_of(*group) == milliseconds(0) || !is_stall(now)) return;
+  const std::string verdict = describe(now);
+  set_text(store, key, verdict);
+  print(verdict);
 }
 
-std::string latest_verdict(const WatchedGroupPtr& group) {
-  const auto said = std::make_shared<Said>();
-  const bool answers = group->store->call(
-      [group, said](c10d::Store& store) {
-        *said = Said::decode(get_or_empty(store, key_of_said(*group, store)));
-      },
-      Clock::now() + timing::kForOthers);
-  const bool of_this_call =
-      answers && said->group == group->label() && said->call == group->calls.last_number();
-  return of_this_call ? said->verdict : std::string();
+std::string stall_verdict(const c10d::ProcessGroup& given) {
+  const WatchedGroupPtr group = find_watched(given);
+  if (!group || !group->asked) return {};
+  const int64_t call = last_call(*group);
+  const auto text = std::make_shared<std::string>();
+  const auto done = group->board->post([group, call, text](c10d::Store& store) {
+    *text = get_or_empty(store, key_of_verdict(*group, call));
+  });
+  return done.wait_for(timing::kForOthers) == std::future_status::ready ? *text : std::string();
 }
 
 StallWatch::StallWatch(const WatchedGroupPtr& group)
-    : StallWatch(std::make_shared<Waiting>(group, group->calls.last_number())) {
+    : StallWatch(std::make_shared<Waiting>(group, last_call(*group))) {
   group->waits_since = waiting_->since;
   ++group->waits;
-  if (group->stalled.exchange(false)) {  // from an earlier wait in the same call
-    const std::lock_guard<std::mutex> lock(group->mutex);
-    group->stall.clear();
-  }
 }
 
 StallWatch::StallWatch(const WatchedGroupPtr& group, const Launched& launched)
@@ -383,62 +320,111 @@ StallWatch::StallWatch(const WatchedGroupPtr& group, const Launched& launched)
 
 StallWatch::StallWatch(std::shared_ptr<Waiting> waiting)
     : waiting_(std::move(waiting)),
-      limit_(limit_of(*waiting_->group)),
+      limit_(time_of_questions(*waiting_->group)),
       due_(std::max(limit_, timing::kUsual + limit_ - timing::until_asked(limit_))) {}
 
 StallWatch::~StallWatch() {
   waiting_->over = true;
   if (waiting_->on_device) return;
   --waiting_->group->waits;
-  if (posted_) post(false);
+  if (!waiting_->posted) return;
+  waiting_->group->board->post(
+      [group = waiting_->group](c10d::Store& store) { post(store, *group, false); });
 }
 
-void StallWatch::post(bool waits) {
-  waiting_->group->store->post([group = waiting_->group, waits](c10d::Store& store) {
-    parallel::post(store, *group, whereabouts(*group, waits));
-  });
-}
-
-/// Another rank waits, and this rank has answered that it does not wait; correct that.
-void StallWatch::correct() {
-  if (posted_) return;
-  if (!waiting_->group->root()->reported_elsewhere.exchange(false)) return;
-  posted_ = true;
-  post(!waiting_->on_device);
-}
-
-void StallWatch::poll() {
-  correct();
-  if (limit_ == milliseconds(0)) return;
-  StoreClient& store = *waiting_->group->store;
+std::string StallWatch::poll() {
+  Board& board = *waiting_->group->board;
   const auto waited = Clock::now() - waiting_->since;
-  if (!round_ && waited >= due_ - (limit_ - timing::until_asked(limit_))) {
-    posted_ = true;
-    round_ = std::make_shared<Round>();
-    store.post([waiting = waiting_, round = round_](c10d::Store& shared) {
-      waiting->ask(shared, *round);
+  const auto ask_at = due_ - (limit_ - timing::until_asked(limit_));
+  const auto compare_at = ask_at + timing::until_compared(limit_);
+  // Ranks of other hosts answer later, but before the wait ends.
+  const auto report_at = board.all_on_this_host()
+                             ? due_
+                             : std::max(due_, std::min(ask_at + timing::kAllAnswered, 2 * due_));
+  const auto once = [&](bool& done, milliseconds at, void (Waiting::*step)(c10d::Store&)) {
+    if (done || waited < at) return;
+    done = true;
+    Waiting::post(waiting_, step);
+  };
+  // Another rank waits, and this rank has reported that it does not.
+  if (!waiting_->on_device && board.answered_elsewhere.exchange(false)) {
+    waiting_->posted = true;
+    board.post(
+        [group = waiting_->group](c10d::Store& store) { parallel::post(store, *group, true); });
+  }
+  if (!asked_ && waited >= ask_at) {
+    waiting_->posted = true;
+    if (!board.processes_read.exchange(true)) board.read_processes();  // to wake them
+  }
+  once(asked_, ask_at, &Waiting::ask);
+  if (!waiting_->on_device) once(compared_, compare_at, &Waiting::compare);
+  once(read_, report_at, &Waiting::report);
+  if (waiting_->read.exchange(false)) {  // repeat later: the cause may have changed
+    due_ *= 4;
+    asked_ = compared_ = read_ = false;
+  } else if (read_ && !waiting_->on_device && limit_of(*waiting_->group) > milliseconds(0) &&
+             waited >= report_at + timing::until_alone(limit_) - limit_) {
+    // A GPU may just be busy, so without other ranks' answers there is no report.
+    Stall stall = waiting_->stall();
+    stall.store_answers = false;
+    waiting_->print(describe(stall));
+    due_ *= 4;
+    read_ = false;
+  }
+  const std::lock_guard<std::mutex> lock(waiting_->mutex);
+  return waiting_->difference;
+}
+
+// --- GPUs ---
+
+namespace {
+
+/// The wait of a group's GPU. Used on the store's thread.
+struct GpuWait {
+  c10::intrusive_ptr<c10d::Work> work;  ///< the last launched one when the wait began
+  std::optional<StallWatch> stall;
+
+  void poll(const WatchedGroupPtr& group) {
+    if (work && !distributed::has_completed(*work)) return static_cast<void>(stall->poll());
+    stall.reset();
+    Launched last;
+    {
+      const std::lock_guard<std::mutex> lock(group->mutex);
+      last = std::exchange(group->launched, {});
+    }
+    work = last.work;
+    if (work) stall.emplace(group, last);
+  }
+};
+
+/// Looks again and again while the group exists.
+void watch_gpu(const std::weak_ptr<WatchedGroup>& weak, const std::shared_ptr<GpuWait>& gpu) {
+  const WatchedGroupPtr group = weak.lock();
+  if (!group) return;
+  gpu->poll(group);
+  const auto pause = timing::between_gpu_looks(std::min(time_of_questions(*group), kDefaultTime));
+  group->board->run_at(Clock::now() + pause, [weak, gpu] { watch_gpu(weak, gpu); });
+}
+
+}  // namespace
+
+void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
+                       const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
+  const WatchedGroupPtr one = find_watched(group);
+  if (!one || !one->board->has_store() || distributed::is_capturing()) return;
+  Launched before;
+  bool first = false;
+  {
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    first = !std::exchange(one->gpu_is_watched, true);
+    before = std::exchange(one->launched, {work, one->calls.number, what});
+  }
+  if (first)
+    one->board->run_at(Clock::now(), [weak = std::weak_ptr<WatchedGroup>(one)] {
+      watch_gpu(weak, std::make_shared<GpuWait>());
     });
-  }
-  if (round_ && !verdict_.valid() && waited >= due_) {
-    verdict_ = store.post([waiting = waiting_, round = round_](c10d::Store& shared) {
-      waiting->speak(shared, *round);
-    });
-  }
-  const bool done =
-      verdict_.valid() && verdict_.wait_for(milliseconds(0)) == std::future_status::ready;
-  if (done) {  // repeat later: the cause may have changed
-    due_ *= 2;
-    round_.reset();
-    verdict_ = {};
-    return;
-  }
-  // A GPU may just be busy, so without other ranks' answers there is no verdict.
-  const bool late = !waiting_->on_device && verdict_.valid() &&
-                    waited >= due_ + timing::until_alone(limit_) - limit_;
-  if (!late || waiting_->alone.exchange(true)) return;
-  Stall stall = waiting_->stall();
-  stall.store_answers = false;
-  waiting_->print(describe(stall));
+} catch (...) {
+  // A stall of this call is not reported.
 }
 
 }  // namespace apex::parallel

@@ -23,22 +23,28 @@ constexpr milliseconds between_looks(int ranks) {
 }
 /// Interval of checks of the processes of this host.
 constexpr milliseconds kNeighbours{200};
-/// Time until a rank checks whether others wait in the same collective; doubled each time.
-constexpr milliseconds kLate{2000};
 /// How long after a process of this host has exited a rank stops waiting, if the store does not
 /// answer.
 constexpr milliseconds kAlone{2000};
 /// Data that a process sent before it exited arrives within this time.
 constexpr milliseconds kOnTheWay{500};
 
+// --- a rank is in no collective ---
+
+/// Interval of store calls of a process, whatever the number of its groups and of ranks, and so the
+/// time in which a rank of another host answers. Ranks of one host wake each other.
+constexpr milliseconds kIdle{10000};
+
 // --- a stall: fractions of the stall time ---
 
 /// Until a waiting rank posts its position and asks the others.
 constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
-/// Interval at which ranks poll for questions; at least one poll comes before the verdict.
-constexpr milliseconds between_answers(milliseconds stall) { return stall * 3 / 10; }
-/// A rank that has not answered by then counts as not answering.
-constexpr milliseconds until_answered(milliseconds stall) { return stall * 45 / 100; }
+/// From then on until a rank compares its calls with those of another rank.
+constexpr milliseconds until_compared(milliseconds stall) { return stall / 10; }
+/// From then on until ranks of other hosts have answered.
+constexpr milliseconds kAllAnswered = kIdle + milliseconds(1000);
+/// Interval at which the last launched collective of a GPU is looked at.
+constexpr milliseconds between_gpu_looks(milliseconds stall) { return stall * 3 / 10; }
 /// Until a verdict is printed without the store, if that has not answered.
 constexpr milliseconds until_alone(milliseconds stall) { return stall * 13 / 10; }
 
@@ -56,10 +62,10 @@ constexpr milliseconds while_collecting(int ranks) {
 /// store has not answered yet.
 constexpr milliseconds kAfterProof{100};
 constexpr milliseconds kForOthers{300};
-/// Interval of checks of data in this process meanwhile.
+/// Interval of checks of the processes of this host meanwhile.
 constexpr milliseconds kLook{20};
-/// How long the rank that hosts the store waits for ranks that still read it.
-constexpr milliseconds kUntilAllHaveRead{2000};
+/// How long the process that hosts the store exists after it has reported a failure.
+constexpr milliseconds kStays{1000};
 /// How long the result of report_failure() is reused.
 constexpr milliseconds kVerdictHolds{10000};
 

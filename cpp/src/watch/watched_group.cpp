@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <utility>
 
 #include "comm/by_group.h"
@@ -68,33 +69,27 @@ std::map<int, ProcessName> launched_ranks_of(const WatchedGroup& group) {
 WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent,
                              const std::string& name) {
   const auto made = std::make_shared<WatchedGroup>();
-  made->name = name;
-  made->group_name = parent ? parent->group_name : group.getGroupName();
+  made->channel = parent ? name : group.getGroupName();
   made->note = note_on_ranks(group);
   made->pid = this_pid();
   made->rank = group.getRank();
   made->size = group.getSize();
   made->timeout = timeout_of(group);
-  made->patience =
-      made->timeout == milliseconds(0)
-          ? timing::kMostPatience
-          : std::clamp(made->timeout / 8, timing::kLeastPatience, timing::kMostPatience);
-  made->parent = parent;
   if (parent) {
-    made->store = parent->store;
     made->board = parent->board;
     return made;
   }
-  made->processes = launched_ranks_of(*made);
-  made->store = std::make_shared<StoreClient>(group);
-  made->board = std::make_shared<StatusBoard>(
-      made->store, [weak = std::weak_ptr<WatchedGroup>(made)](c10d::Store& shared) {
-        const WatchedGroupPtr self = weak.lock();
-        return self ? self->key(shared, "status") : std::string();
-      });
-  made->store->call([made](c10d::Store& shared) { made->key(shared, "status"); },
-                    Clock::now() + made->patience);
-  answer_stalls(made);
+  const milliseconds patience =
+      made->timeout == milliseconds(0)
+          ? timing::kMostPatience
+          : std::clamp(made->timeout / 8, timing::kLeastPatience, timing::kMostPatience);
+  made->board = std::make_shared<Board>(group, patience);
+  made->board->add_processes(launched_ranks_of(*made));
+  made->board->begin([weak = std::weak_ptr<Board>(made->board)] {
+    const auto board = weak.lock();
+    return board ? position(*board) : RankRecord();
+  });
+  listen_to_neighbours();
   return made;
 }
 
@@ -122,40 +117,6 @@ std::string note_on_ranks(const c10d::ProcessGroup& group) {
   }
   if (same) return {};
   return "; these are ranks within the group, which consists of ranks " + list + " of the job";
-}
-
-std::shared_future<void> WatchedGroup::report(RankStatus status) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  failure = std::move(status);
-  return board->post(rank, *failure);
-}
-
-bool WatchedGroup::knows_processes() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return !processes.empty();
-}
-
-std::string WatchedGroup::key(c10d::Store& shared, const std::string& what) {
-  if (parent) return parent->key(shared, what) + '/' + name;
-  const std::string author = std::to_string(rank);
-  // Each part is done once, even if the store was lost between them.
-  if (name_in_store_.empty()) {
-    // A store that outlives a group may have seen an earlier group of this name, possibly with
-    // fewer ranks, so the key includes the size and counts instances per rank.
-    const std::string base = group_name + "/" + std::to_string(size);
-    const int64_t times = shared.add("apex/introduced/" + base + "/" + author, 1);
-    name_in_store_ = base + "/" + std::to_string(times);
-  }
-  const auto named = [this](const std::string& kind) {
-    return "apex/" + kind + '/' + name_in_store_;
-  };
-  if (!introduced_) {
-    if (const auto process = this_process()) {
-      NoticeBoard(named("process/" + process->host)).post(shared, author, process->encode());
-    }
-    introduced_ = true;
-  }
-  return named(what);
 }
 
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group) { return if_own(find_any(group)); }
@@ -186,6 +147,12 @@ std::vector<WatchedGroupPtr> all_watched() {
   return groups().by_group.values();
 }
 
+void look_at_boards() {
+  std::set<std::shared_ptr<Board>> boards;
+  for (const WatchedGroupPtr& group : all_watched()) boards.insert(group->board);
+  for (const auto& board : boards) board->look_now();
+}
+
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept try {
   if (&group == &parent) return;
@@ -198,48 +165,25 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 void remember_processes(const c10d::ProcessGroup& group) noexcept try {
   const WatchedGroupPtr known = watched(group);
   if (!known) return;
-  const WatchedGroupPtr root = known->root();
-  if (!root->processes_read.exchange(true))
-    read_processes(root).wait_until(Clock::now() + root->patience);
+  Board& board = *known->board;
+  if (!board.processes_read.exchange(true))
+    board.read_processes().wait_until(Clock::now() + board.patience);
 } catch (...) {
   // A collective that fails reports the problem with the store.
 }
 
-std::shared_future<void> read_processes(const WatchedGroupPtr& root) {
-  return root->store->post([root](c10d::Store& store) {
-    std::map<int, ProcessName> found;
-    const auto self = this_process();
-    if (!self) return;
-    for (const auto& [author, text] :
-         NoticeBoard(root->key(store, "process/" + self->host)).read(store)) {
-      const int rank = std::atoi(author.c_str());
-      if (rank == root->rank) continue;
-      if (auto process = ProcessName::decode(text)) found.emplace(rank, std::move(*process));
-    }
-    for (const auto& [rank, process] : found) watch_process(process);
-    const std::lock_guard<std::mutex> lock(root->mutex);
-    found.merge(root->processes);
-    root->processes.swap(found);
-  });
-}
-
-std::map<int, ProcessName> processes_of(WatchedGroup& group) {
-  const WatchedGroupPtr root = group.root();
-  const std::lock_guard<std::mutex> lock(root->mutex);
-  return root->processes;
-}
-
-Proof look_around(WatchedGroup& group, std::optional<ProcessState> only) {
-  Proof proof;
-  for (const auto& [rank, process] : processes_of(group)) {
-    const std::string name = "process " + std::to_string(process.pid);
-    const ProcessState state = state_of(process);
-    if (only && state != *only) continue;
-    if (state == ProcessState::kEnded) proof[rank] = "has ended (" + name + ")";
-    if (state == ProcessState::kStopped)
-      proof[rank] = "is stopped (" + name + ", by a signal or a debugger)";
+void remember_processes(const c10d::ProcessGroup& group,
+                        const std::vector<ProcessName>& processes) noexcept try {
+  const auto self = this_process();
+  const WatchedGroupPtr known = watched(group);
+  if (!known || !self) return;
+  std::map<int, ProcessName> here;
+  for (size_t rank = 0; rank < processes.size(); ++rank) {
+    if (processes[rank].host == self->host) here.emplace(static_cast<int>(rank), processes[rank]);
   }
-  return proof;
+  known->board->add_processes(std::move(here));
+} catch (...) {
+  // An error does not name the processes.
 }
 
 void made_here(const c10d::ProcessGroup& group) {

@@ -1,25 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// This process's knowledge of each process group: its name in the store, the processes of its
-/// ranks, and the ranks' reports.
+/// This process's knowledge of each process group: its last calls, and what its ranks report.
 
 #include <atomic>
 #include <chrono>
-#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "watch/call_log.h"
+#include "watch/board.h"
 #include "watch/process_state.h"
-#include "watch/status_board.h"
+#include "watch/record.h"
 
 namespace apex::parallel {
 
@@ -30,57 +27,30 @@ struct Launched {
   std::string what;
 };
 
-struct WatchedGroup;
-using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
+/// A channel; see Note [Channels].
+struct WatchedGroup {
+  using Clock = std::chrono::steady_clock;
 
-struct WatchedGroup : std::enable_shared_from_this<WatchedGroup> {
-  std::string name;  ///< unique among groups that share a board; empty without a parent
-  std::string group_name;
-  std::string note;  ///< the ranks' numbers in the job, see note_on_ranks()
-  int64_t pid = 0;   ///< process that created this object
+  std::string channel;  ///< its name, which no other group of this process has
+  std::string note;     ///< the ranks' numbers in the job, see note_on_ranks()
+  int64_t pid = 0;      ///< process that created this object
   int rank = 0;
   int size = 1;
-  std::chrono::milliseconds timeout{0};   ///< timeout of its collectives; 0: unknown
-  std::chrono::milliseconds patience{0};  ///< how long to wait for the store and for other ranks
-  std::shared_ptr<StoreClient> store;
-  std::shared_ptr<StatusBoard> board;  ///< store and board are the parent's if there is one
-  WatchedGroupPtr parent;              ///< another group over the same ranks, see watch_with()
+  std::chrono::milliseconds timeout{0};  ///< timeout of its collectives; 0: unknown
+  std::shared_ptr<Board> board;          ///< shared by all channels of a group
+  std::atomic<int64_t> exchanges{0};     ///< number of batch-norm exchanges
+  std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
+  std::atomic<Clock::time_point> waits_since;
+  std::atomic<bool> asked{false};  ///< a rank may have reported a stall of the last call
+
+  std::mutex mutex;  ///< guards what follows
   CallLog calls;
-  std::atomic<int64_t> exchanges{0};  ///< number of batch-norm exchanges
-  std::atomic<int> waits{0};          ///< waits that take longer than usual; began at:
-  std::atomic<std::chrono::steady_clock::time_point> waits_since;
-  std::atomic<bool> announced{false};  ///< counted as a reader of the reports: see leave_store()
-  std::atomic<bool> stalled{false};    ///< `stall` is not empty
-  std::atomic<bool> reported_elsewhere{
-      false};  ///< the stall board says that this rank does not wait
-  std::atomic<bool> processes_read{false};
-
-  std::mutex mutex;                      ///< guards what follows
-  std::optional<RankStatus> failure;     ///< this rank's, as posted; only in root()
-  std::map<int, ProcessName> processes;  ///< processes of other ranks; only in root()
+  Clock::time_point began;  ///< when the last call began
   Launched launched;
-  std::string stall;    ///< a printed verdict about this rank's last call
-  Proof ended_first;    ///< processes seen exited when the store was lost; only in root()
-  std::string verdict;  ///< result of report_failure()
-  std::chrono::steady_clock::time_point verdict_until;  ///< the result is reused until then
-
-  /// The group that owns the store, the board, the processes and this rank's failure.
-  WatchedGroupPtr root() { return parent ? parent : shared_from_this(); }
-  /// A name that no other group of this process has.
-  const std::string& label() const { return name.empty() ? group_name : name; }
-  /// Posts a failure of this group, which is root(), without waiting.
-  std::shared_future<void> report(RankStatus status);
-  bool knows_processes();
-
-  /// A key of the store, the same on all ranks; used on the store's thread. The first call also
-  /// publishes this rank's process. `what`: "status", "calls", "left" (number of ranks that have
-  /// read the reports), "stall", or "process/HOST".
-  std::string key(c10d::Store& shared, const std::string& what);
-
- private:
-  std::string name_in_store_;  ///< group name and instance number; used on the store's thread
-  bool introduced_ = false;    ///< the process is published; used on the store's thread
+  bool gpu_is_watched = false;
 };
+
+using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
 
 /// A note for messages that name ranks of `group`: these ranks' numbers in the job. Empty if the
 /// numbers are the same.
@@ -93,10 +63,13 @@ WatchedGroupPtr watched(const c10d::ProcessGroup& group);
 /// All groups that this process watches.
 std::vector<WatchedGroupPtr> all_watched();
 
+/// Looks for news of all groups now.
+void look_at_boards();
+
 /// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
-/// From now on `group` and `parent`, which has the same ranks, fail together. Call it after a first
+/// From now on `group` is a channel of `parent`, which has the same ranks. Call it after a first
 /// collective of `parent` and before one of `group`.
 /// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
@@ -108,14 +81,9 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 /// return immediately.
 void remember_processes(const c10d::ProcessGroup& group) noexcept;
 
-/// The same, but reads on every call, and does not wait.
-std::shared_future<void> read_processes(const WatchedGroupPtr& root);
-
-/// The known processes of this host's other ranks, by rank.
-std::map<int, ProcessName> processes_of(WatchedGroup& group);
-
-/// Checks the processes of this host; returns those that have exited or are stopped.
-Proof look_around(WatchedGroup& group, std::optional<ProcessState> only = {});
+/// The same for processes that are known already, by rank.
+void remember_processes(const c10d::ProcessGroup& group,
+                        const std::vector<ProcessName>& processes) noexcept;
 
 /// Records that this process has created `group`.
 void made_here(const c10d::ProcessGroup& group);

@@ -11,8 +11,6 @@
 
 #include <apex/export.h>
 
-#include "watch/rank_status.h"
-
 namespace apex::parallel {
 
 // Note [Who is lost]
@@ -22,26 +20,31 @@ namespace apex::parallel {
 // the survivor gives up. So a rank whose collective fails reports that in the group's store
 // immediately, and then reads the other ranks' reports:
 //
-// - A rank that waits in a collective of that group for longer than usual polls the store, sees the
-//   failure, and gives up as well, instead of waiting for ranks that will not join.
+// - A rank that waits in a collective of that group for longer than usual looks for reports, sees
+//   the failure, and gives up as well, instead of waiting for ranks that will not join.
 // - Every rank knows the processes of the ranks on its own host, and checks whether they have
 //   exited or are stopped. This proof is passed on to ranks on other hosts, and ends the wait.
 // - Without proof, the error names the ranks that have not reported when patience ends: they are
 //   stopped, cut off, or in another part of the program.
-//
-// The store may be hosted by a stopped process, where a call can block indefinitely. So one thread
-// makes all calls, and other threads read its results; see StatusBoard.
 
 // Note [When the store is lost]
 //
 // Usually the process that hosts the store is a rank. When it exits, no rank can report any more.
 // Gloo also does not always notice a closed connection (one in a few hundred killed ranks), and a
 // rank would then wait until the timeout. So it checks the processes of its host, and gives up once
-// one has exited and neither the collective nor the store makes progress for two more seconds. The
-// processes that exited first are recorded, since later exits are ranks that have given up.
+// one has exited and neither the collective nor the store makes progress for two more seconds.
 
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-struct WatchedGroup;
+/// The findings of a waiting rank.
+struct Verdict {
+  enum Kind {
+    kOk,      ///< other ranks may just be late
+    kFailed,  ///< another rank reports that a collective of the group has failed
+    kApart,   ///< the ranks are in different collectives; text: which
+    kLost,    ///< a process of the group has exited, and the store is lost as well
+  };
+  Kind kind = kOk;
+  std::string text;
+};
 
 /// Records that this rank calls the collective `what` of `group`; see
 /// Note [Ranks in different collectives]. The first call publishes this rank's process through the
@@ -61,34 +64,29 @@ class Wait {
 
  private:
   struct State;
-  struct Comparison;
   bool is_left_alone();
-  void compare();
 
   std::unique_ptr<State> state_;
 };
 
 /// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
 /// are lost, and where other ranks have failed. Empty without a store. Blocks for at most an eighth
-/// of the group's timeout, and five seconds at most, plus two on the rank that hosts the store.
-/// Blocks less than one second if a process of this host has exited. The result is reused for ten
-/// seconds. Never throws.
+/// of the group's timeout, and five seconds at most; less than one second if a process of this host
+/// has exited. The result is reused for ten seconds. Never throws.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
 /// For a rank that leaves `what` of `group` without an error of a collective, or throws instead of
-/// calling it: makes the ranks that wait in it give up. Blocks on the store, for no longer than
-/// report_failure().
+/// calling it: makes the ranks that wait in it give up. Waits briefly for the store.
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// Whether this rank has answered ranks that wait in `group`, or in a group that shares its board,
-/// that it does not wait. Its next wait must then correct that.
+/// Whether this rank has reported that it does not wait. Its next wait must then correct that.
 bool others_wait(const c10d::ProcessGroup& group);
 
-/// The verdict that this rank has printed because its last call of `group` took long; else "".
+/// The stall report about the last call of `group`, by whichever rank; else "". Waits briefly for
+/// the store.
 std::string stall_verdict(const c10d::ProcessGroup& group);
 
-/// Whether report_failure() or announce_failure() has failed the group, the group that it was made
-/// from, or another one made from that on this rank.
+/// Whether a collective of the group, or of a group that shares its board, has failed on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;
 
 }  // namespace apex::parallel

@@ -28,8 +28,8 @@ class SilentBackend : public c10d::Backend {
 
 /// One group per rank, as in separate processes.
 inline std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> make_stored_groups(
-    int size, const std::string& name) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
+    int size, const std::string& name,
+    const c10::intrusive_ptr<c10d::Store>& store = c10::make_intrusive<c10d::HashStore>()) {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
   for (int rank = 0; rank < size; ++rank) {
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);

@@ -17,7 +17,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "watch/stall_verdict.h"
+#include "watch/record.h"
+#include "watch/timing.h"
+#include "watch/watched_group.h"
 #include "watch/watcher.h"
 
 namespace apex::parallel {
@@ -26,9 +28,10 @@ namespace {
 using apex::testing::make_stored_groups;
 using std::chrono::milliseconds;
 
-Whereabouts in_call(int64_t call, bool waits, const std::string& what = "a") {
-  Whereabouts at;
-  at.group = "group";
+RankRecord in_call(int64_t call, bool waits, const std::string& what = "a") {
+  RankRecord at;
+  at.channel = "group";
+  at.calls["group"].number = call;
   at.call = call;
   at.what = what;
   at.waits = waits;
@@ -49,37 +52,12 @@ void expect_has(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << '\'' << part << "' is not in:\n" << text;
 }
 
-TEST(StallVerdict, Whereabouts_AreDecodedAsTheyWere) {
-  Whereabouts at = in_call(3, true, "bucket \"2\"");
-  at.state = "two\nlines";
-  at.reached = {{"group", 3}, {"the \"other\" one", 5}};
-  const Whereabouts read = Whereabouts::decode(at.encode());
-  EXPECT_EQ(read.encode(), at.encode());
-  EXPECT_EQ(read.state, at.state);
-  EXPECT_EQ(read.reached, at.reached);
-  EXPECT_EQ(read.what, at.what);
-}
-
-TEST(StallVerdict, Said_IsDecodedAsItWas) {
-  const Said said{3, 7, "a group", 12, "signature \"1\"", "two\nlines"};
-  const Said read = Said::decode(said.encode());
-  EXPECT_EQ(read.times, 3);
-  EXPECT_EQ(read.rank, 7);
-  EXPECT_EQ(read.call, 12);
-  EXPECT_EQ(read.group, said.group);
-  EXPECT_EQ(read.signature, said.signature);
-  EXPECT_EQ(read.verdict, said.verdict);
-  EXPECT_EQ(Said::decode({}).times, 0);
-}
-
 /// The GPU of rank 0 of 3 waits in call 7; the hosts of ranks 1 and 2 have reached these calls.
 Stall on_device(int64_t of_1, int64_t of_2) {
   Stall one = stall();
   one.on_device = true;
   one.seconds_left = -1;
   one.others = {{1, in_call(of_1, false)}, {2, in_call(of_2, false)}};
-  one.others[1].reached = {{"group", of_1}};
-  one.others[2].reached = {{"group", of_2}};
   return one;
 }
 
@@ -98,53 +76,33 @@ TEST(StallVerdict, GpuWaitsAndAllHostsHaveMadeTheCall_IsNoStall) {
 
 TEST(StallVerdict, GpuWaitsForRankInAnotherGroup_IsComparedInTheGroupOfTheCall) {
   Stall one = on_device(7, 7);
-  one.others[2].group = "other";
+  one.others[2].channel = "other";
   one.others[2].call = 1;
   EXPECT_FALSE(is_stall(one));
-  one.others[2].reached["group"] = 6;
+  one.others[2].calls["group"].number = 6;
   expect_has(describe(one), "who:   rank 2 holds it up; rank 1 waits as well");
-}
-
-TEST(StallVerdict, GpusOfTwoRanksWaitInDifferentCalls_SignatureIsTheSame) {
-  Stall one = on_device(3, 9), two = one;
-  two.mine.call = 8;
-  EXPECT_EQ(signature(one), signature(two));
 }
 
 // In a broadcast some ranks have moved on to the next call, while others wait for rank 1 to forward
 // the data.
-TEST(StallVerdict, RanksWaitInTheNextCallAndInTheLast_WhoHasComeToNeitherIsNamed) {
-  const auto seen = [](int rank, int64_t call) {
-    Stall one = stall();
-    one.size = 4;
-    one.rank = rank;
-    one.mine = in_call(call, true);
-    one.others = {{0, in_call(7, true)},
-                  {1, in_call(5, false)},
-                  {2, in_call(6, true)},
-                  {3, in_call(7, true)}};
-    one.others[1].reached = {{"group", 5}};
-    one.others.erase(rank);
-    return one;
-  };
-  expect_has(describe(seen(0, 7)), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
-  expect_has(describe(seen(2, 6)), "who:   rank 1 holds it up; ranks 0, 3 wait as well\n");
-  EXPECT_EQ(signature(seen(0, 7)), signature(seen(2, 6)));
-  Stall stopped = seen(0, 7);
-  stopped.others.erase(1);
-  stopped.processes[1] = "is stopped (process 5)";
-  expect_has(describe(stopped), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
-  // Buffers and gradients use separate groups.
-  Stall in_another = seen(0, 7);
-  in_another.others[2].group = "buffers";
-  in_another.others[1].reached["buffers"] = 5;
-  expect_has(describe(in_another), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
-  in_another.others[1].reached["buffers"] = 6;  // rank 2 waits for another rank
-  expect_has(describe(in_another), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
-  // It has made both calls since, so the ranks are at different places.
-  Stall apart = seen(0, 7);
-  apart.others[1].reached = {{"group", 7}};
-  expect_has(describe(apart), "who:   ranks 1, 2 hold it up; rank 3 waits as well\n");
+TEST(StallVerdict, OneRankIsInNoCollective_OthersThatWaitAnywhereAreNotNamed) {
+  for (const int64_t here : {6, 7}) {
+    for (const char* const channel : {"group", "buffers"}) {
+      Stall one = stall();
+      one.size = 4;
+      one.mine = in_call(here, true);
+      one.others = {{1, in_call(5, false)}, {2, in_call(6, true)}, {3, in_call(7, true)}};
+      one.others[2].channel = channel;
+      expect_has(describe(one), "who:   rank 1 holds it up; ranks 2, 3 wait as well\n");
+    }
+  }
+}
+
+TEST(StallVerdict, AllWait_RanksWithTheFewestCallsAreNamed) {
+  Stall one = stall();
+  one.size = 4;
+  one.others = {{1, in_call(7, true)}, {2, in_call(5, true)}, {3, in_call(6, true)}};
+  expect_has(describe(one), "who:   rank 2 holds it up; ranks 1, 3 wait as well\n");
 }
 
 TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
@@ -166,8 +124,8 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
 TEST(StallVerdict, RanksInOtherCalls_AreNotTakenForOnesThatWaitHere) {
   Stall one = stall();
   one.others[1] = in_call(6, true);
-  one.others[2] = in_call(7, true);
-  one.others[2].group = "another";
+  one.others[2] = in_call(6, true);
+  one.others[2].channel = "another";
   const std::string text = describe(one);
   expect_has(text, "who:   ranks 1, 2 hold it up\n");
   expect_has(text, "at different points of the program");
@@ -196,7 +154,7 @@ TEST(StallVerdict, RankThatWaitsInAnotherGroup_IsNotTakenForOneThatWaitsHere) {
   Stall one = stall();
   one.size = 2;
   one.others[1] = in_call(7, true);
-  one.others[1].group = "another";
+  one.others[1].channel = "another";
   const std::string text = describe(one);
   expect_has(text, "rank 1 holds it up");
   expect_has(text, "it waits for other ranks in another group");
@@ -207,22 +165,6 @@ TEST(StallVerdict, GroupOfSomeRanks_SaysWhichTheyAre) {
   one.note = "; these are ranks within the group, which consists of ranks 2, 5, 6 of the job";
   expect_has(describe(one),
              "\n  (these are ranks within the group, which consists of ranks 2, 5, 6");
-}
-
-TEST(StallVerdict, Signature_IsOfRanksAndPlacesWithoutTimes) {
-  Stall one = stall(), later = stall();
-  one.others[1] = later.others[1] = in_call(6, false);
-  later.others[1].seconds += 30;
-  later.mine.seconds += 30;
-  EXPECT_EQ(signature(one), signature(later));
-  Stall elsewhere = one;
-  elsewhere.others[1].state = "  File \"a.py\", line 1, in load";
-  EXPECT_EQ(signature(one), signature(elsewhere));
-  elsewhere.others[1].state = "backward number 3 has begun";
-  EXPECT_NE(signature(one), signature(elsewhere));
-  Stall arrived = one;
-  arrived.others[1] = in_call(7, true);
-  EXPECT_NE(signature(one), signature(arrived));
 }
 
 TEST(StallVerdict, RankThatHasAnsweredBefore_DoesNotAnswer) {
@@ -293,9 +235,7 @@ class StallTest : public ::testing::Test {
 TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const auto groups = make_stored_groups(4, "away");
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
-  // So that it posts immediately when it starts to wait.
-  EXPECT_TRUE(others_wait(*groups[3]));
-  EXPECT_FALSE(others_wait(*groups[0]));
+  EXPECT_TRUE(others_wait(*groups[3]));  // so that it reports its next wait
   expect_has(text, "who:   rank 3 holds it up; ranks ");
   expect_has(text, "rank 3 is in no collective; its last began ");
   expect_has(text, " before it was asked: a");
@@ -326,40 +266,6 @@ TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
   expect_has(known(0), "rank 1 holds it up");
   EXPECT_EQ(known(0), known(2));
   EXPECT_EQ(printed, 1);
-}
-
-// The cause may change within the same call and even within the same wait.
-TEST_F(StallTest, PlaceChanges_IsSaidAgainAndElseNot) {
-  static std::string* const place = new std::string("backward number 1, first place");
-  static std::mutex* const mutex = new std::mutex;
-  add_state_reader([] {
-    const std::lock_guard<std::mutex> lock(*mutex);
-    return *place;
-  });
-  const auto groups = make_stored_groups(2, "places");
-  for (const auto& group : groups) begin_call(*group, "a");
-  begin_call(*groups[0], "b");
-  std::vector<std::string> said{stall_report()};
-  const auto begin = std::chrono::steady_clock::now();
-  Wait wait(*groups[0]);
-  while (std::chrono::steady_clock::now() <
-         begin + milliseconds(4500)) {  // due at 0.4, 0.9, 1.9, 3.8
-    wait.poll();
-    if (stall_report() != said.back()) said.push_back(stall_report());
-    if (said.size() == 2 && std::chrono::steady_clock::now() > begin + milliseconds(1200)) {
-      const std::lock_guard<std::mutex> lock(*mutex);
-      *place = "backward number 1, second place";
-    }
-    std::this_thread::sleep_for(milliseconds(5));
-  }
-  {
-    const std::lock_guard<std::mutex> lock(*mutex);
-    place->clear();
-  }
-  ASSERT_EQ(said.size(), 3U);
-  expect_has(said[1], "first place");
-  expect_has(said[2], "second place");
-  expect_has(stall_verdict(*groups[0]), "second place");
 }
 
 // A wait that has ended gets no verdict, and its post is corrected.
@@ -397,6 +303,7 @@ std::string report_within(std::chrono::seconds longest) {
 TEST_F(StallTest, GpuWaitsAndTheHostOfAnotherRankHasNotMadeTheCall_IsNamed) {
   const auto groups = make_stored_groups(3, "gpu");
   for (const auto& group : groups) begin_call(*group, "first");
+  for (const auto& group : groups) remember_processes(*group);
   for (const int rank : {0, 1}) begin_call(*groups[rank], "all-reduce of bucket 3");
   const auto work = c10::make_intrusive<OnGpu>();
   remember_launched(*groups[1], "all-reduce of bucket 3", work);
@@ -419,6 +326,52 @@ TEST_F(StallTest, GpuIsBusyAndAllHostsHaveMadeTheCall_NothingIsPrinted) {
 TEST_F(StallTest, Never_AsksNothing) {
   set_stall_time(milliseconds(0));
   EXPECT_EQ(verdict(make_stored_groups(2, "never"), 1, std::chrono::seconds(1)), "");
+}
+
+// --- requests of the store ---
+
+/// Counts the requests of all ranks.
+struct CountingStore final : c10d::HashStore {
+  std::vector<uint8_t> get(const std::string& key) override {
+    ++requests;
+    return HashStore::get(key);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    ++requests;
+    return HashStore::add(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    ++requests;
+    return HashStore::check(keys);
+  }
+  std::atomic<int> requests{0};
+};
+
+// Hazard: with ranks that poll every few seconds, a store of a large job does nothing else.
+TEST_F(StallTest, RanksThatTrain_AskTheStoreOnceInTenSecondsWhateverTheStallTime) {
+  for (const int stall_ms : {0, 100, 10000}) {
+    set_stall_time(milliseconds(stall_ms));
+    constexpr int kRanks = 4, kSeconds = 2;
+    const auto store = c10::make_intrusive<CountingStore>();
+    const auto groups = make_stored_groups(kRanks, "trains" + std::to_string(stall_ms), store);
+    for (const auto& group : groups) begin_call(*group, "first");
+    std::this_thread::sleep_for(milliseconds(200));
+    const int before = store->requests;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(kSeconds);
+    for (int step = 0; std::chrono::steady_clock::now() < until; ++step) {
+      for (const auto& group : groups) begin_call(*group, "step " + std::to_string(step));
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    EXPECT_LE(store->requests - before, kRanks * kSeconds / 10 + 1);
+  }
+}
+
+// One request each time; see Board::look().
+TEST(StallTimes, RanksThatTrainOrWait_AskAtMostAThousandTimesASecond) {
+  constexpr int kRanks = 10000;
+  EXPECT_GE(timing::kIdle, std::chrono::seconds(10));
+  EXPECT_LE(kRanks * 1000 / timing::kIdle.count(), 1000);
+  EXPECT_LE(kRanks * 1000 / timing::between_looks(kRanks).count(), 1000);
 }
 
 }  // namespace

@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "watch/board.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <apex/error.h>
+
+#include "watch/forced_unwind.h"
+#include "watch/neighbours.h"
+#include "watch/timing.h"
+
+namespace apex::parallel {
+
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = Board::Clock;
+
+StorePtr base_of(StorePtr store) {
+  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    store = prefixed->getUnderlyingStore();
+  return store;
+}
+
+std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+/// Appends a text of one rank: "LENGTH RANK\nTEXT".
+void append(c10d::Store& store, const std::string& key, int rank, const std::string& text) {
+  store.append(key,
+               bytes_of(std::to_string(text.size()) + ' ' + std::to_string(rank) + '\n' + text));
+}
+
+/// The last text of each rank.
+std::map<int, std::string> read_appended(c10d::Store& store, const std::string& key) {
+  const std::string all = get_or_empty(store, key);
+  std::map<int, std::string> by_rank;
+  for (size_t begin = 0; begin < all.size();) {
+    const size_t space = all.find(' ', begin), line = all.find('\n', begin);
+    if (line == std::string::npos || space > line) break;
+    const auto length = static_cast<size_t>(std::atoll(all.c_str() + begin));
+    if (length > all.size() - line - 1) break;
+    by_rank[std::atoi(all.c_str() + space + 1)] = all.substr(line + 1, length);
+    begin = line + 1 + length;
+  }
+  return by_rank;
+}
+
+std::atomic<int> boards{0};  ///< of this process, which look for news in turn
+
+/// Until when the store's process should stay; see stay_for_readers().
+std::atomic<Clock::time_point> stays_until{Clock::time_point()};
+
+}  // namespace
+
+std::string get_or_empty(c10d::Store& store, const std::string& key) {
+  return store.check({key}) ? text_of(store.get(key)) : std::string();
+}
+
+std::string set_if_unset(c10d::Store& store, const std::string& key, const std::string& value) {
+  return text_of(store.compareSet(key, {}, bytes_of(value)));
+}
+
+void set_text(c10d::Store& store, const std::string& key, const std::string& text) {
+  store.set(key, bytes_of(text));
+}
+
+void stay_for_readers() { std::this_thread::sleep_until(stays_until.load()); }
+
+/// The thread that calls one store, for all groups on it. Due jobs run in the order of their times;
+/// those that are due when it ends still run.
+class StoreThread {
+ public:
+  static std::shared_ptr<StoreThread> of(const c10d::Store* base) {
+    // Of the server, or of the store: a new store may get the address of an old one.
+    const auto* const tcp = dynamic_cast<const c10d::TCPStore*>(base);
+    using Address = std::pair<std::string, const void*>;
+    const Address address =
+        tcp != nullptr ? Address(tcp->getHost() + ' ' + std::to_string(tcp->getPort()), nullptr)
+                       : Address("", base);
+    // Never destroyed: groups may be created while the process exits.
+    static auto* const mutex = new std::mutex;
+    static auto* const all = new std::map<std::pair<int64_t, Address>, std::weak_ptr<StoreThread>>;
+    const std::lock_guard<std::mutex> lock(*mutex);
+    for (auto known = all->begin(); known != all->end();)
+      known = known->second.expired() ? all->erase(known) : std::next(known);
+    std::weak_ptr<StoreThread>& known = (*all)[{this_pid(), address}];
+    std::shared_ptr<StoreThread> thread = known.lock();
+    if (!thread) known = thread = std::make_shared<StoreThread>();
+    return thread;
+  }
+
+  StoreThread() {
+    std::thread([state = state_] { loop(*state); }).detach();
+  }
+  ~StoreThread() {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->ended = true;
+    state_->news.notify_all();
+  }
+  StoreThread(const StoreThread&) = delete;
+  StoreThread& operator=(const StoreThread&) = delete;
+
+  void run_at(Clock::time_point at, std::function<void()> job) {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->jobs.emplace(at, std::move(job));
+    state_->news.notify_all();
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;  ///< guards what follows
+    std::condition_variable news;
+    std::multimap<Clock::time_point, std::function<void()>> jobs;
+    bool ended = false;
+  };
+
+  static void loop(State& state) {
+    for (std::unique_lock<std::mutex> lock(state.mutex);;) {
+      const auto first = state.jobs.begin();
+      if (first != state.jobs.end() && first->first <= Clock::now()) {
+        std::function<void()> job = std::move(first->second);
+        state.jobs.erase(first);
+        lock.unlock();
+        job();
+        job = nullptr;
+        lock.lock();
+      } else if (state.ended) {
+        return;
+      } else if (first == state.jobs.end()) {
+        state.news.wait(lock);
+      } else {
+        state.news.wait_until(lock, Clock::time_point(first->first));
+      }
+    }
+  }
+
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+Board::Board(const c10d::ProcessGroup& group, milliseconds how_long)
+    : group_name(group.getGroupName()),
+      rank(group.getRank()),
+      size(group.getSize()),
+      patience(how_long),
+      given_(group.getStore()) {
+  ++boards;
+  const StorePtr base = base_of(given_);
+  if (dynamic_cast<c10d::TCPStore*>(base.get()) != nullptr ||
+      dynamic_cast<c10d::HashStore*>(base.get()) != nullptr) {
+    thread_ = StoreThread::of(base.get());
+  } else {
+    given_.reset();
+  }
+}
+
+Board::~Board() { --boards; }
+
+void Board::begin(Answer answer) {
+  answer_ = std::move(answer);
+  if (!has_store()) return;
+  post([self = shared_from_this()](c10d::Store& store) { self->introduce(store); })
+      .wait_until(Clock::now() + patience);
+  look_again(chain_);
+}
+
+void Board::introduce(c10d::Store& store) {
+  // A store that outlives a group may have seen an earlier group of this name, possibly with fewer
+  // ranks, so the key includes the size and counts instances per rank.
+  const std::string base = group_name + "/" + std::to_string(size);
+  name_ = base + "/" +
+          std::to_string(store.add("apex/introduced/" + base + "/" + std::to_string(rank), 1));
+  if (const auto process = this_process())
+    append(store, key("process/" + process->host), rank, process->encode());
+}
+
+// --- calls of the store ---
+
+void Board::run(const Body& body) {
+  if (given_) {
+    const StorePtr given = std::move(given_);
+    store_ = given->clone();
+  }
+  if (!store_) throw Error("the store was lost");
+  try {
+    body(*store_);
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
+  } catch (...) {
+    store_.reset();
+    throw;
+  }
+}
+
+std::shared_future<void> Board::post(Body body) {
+  auto done = std::make_shared<std::promise<void>>();
+  std::shared_future<void> future = done->get_future().share();
+  if (!has_store()) {
+    done->set_exception(std::make_exception_ptr(Error("the store carries no reports")));
+    return future;
+  }
+  run_at(Clock::now(), [self = shared_from_this(), body = std::move(body), done]() mutable {
+    std::exception_ptr error;
+    try {
+      self->run(body);
+    } catch (APEX_FORCED_UNWIND) {
+      throw;
+    } catch (...) {
+      error = std::current_exception();
+    }
+    body = nullptr;  // after the future is set, this thread holds no reference
+    self.reset();
+    error ? done->set_exception(error) : done->set_value();
+  });
+  return future;
+}
+
+void Board::run_at(Clock::time_point at, std::function<void()> job) {
+  thread_->run_at(at, std::move(job));
+}
+
+// --- failures ---
+
+std::shared_future<void> Board::report(const std::string& what, const Proof& proof) {
+  std::string text;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_.emplace();
+    failure_->failure = what;
+    failure_->proof = proof;
+    text = failure_->encode();
+  }
+  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
+  if (rank == 0 && has_store() && (agent == nullptr || std::string(agent) != "True")) {
+    static const int at_exit = std::atexit(stay_for_readers);
+    if (at_exit == 0) stays_until = Clock::now() + timing::kStays;
+  }
+  return post([self = shared_from_this(), text](c10d::Store& store) {
+    append(store, self->key("failed"), self->rank, text);
+    store.add(self->key("news"), 1);  // last, so that a rank that sees the count finds the report
+    self->wake();
+  });
+}
+
+bool Board::has_failed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_.has_value();
+}
+
+RankRecords Board::reports() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return reports_;
+}
+
+bool Board::has_reports() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !reports_.empty();
+}
+
+// --- processes ---
+
+void Board::add_processes(std::map<int, ProcessName> found) {
+  found.erase(rank);
+  for (const auto& [other, process] : found) watch_process(process);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  found.merge(processes_);
+  processes_.swap(found);
+}
+
+std::map<int, ProcessName> Board::processes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return processes_;
+}
+
+bool Board::all_on_this_host() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int>(processes_.size()) == size - 1;
+}
+
+std::shared_future<void> Board::read_processes() {
+  return post([self = shared_from_this()](c10d::Store& store) {
+    const auto process = this_process();
+    if (!process) return;
+    std::map<int, ProcessName> found;
+    for (const auto& [other, text] : read_appended(store, self->key("process/" + process->host))) {
+      if (auto name = ProcessName::decode(text)) found.emplace(other, std::move(*name));
+    }
+    self->add_processes(std::move(found));
+  });
+}
+
+Proof Board::look_around(std::optional<ProcessState> only) {
+  Proof proof;
+  for (const auto& [other, process] : processes()) {
+    const std::string name = "process " + std::to_string(process.pid);
+    const ProcessState state = state_of(process);
+    if (only && state != *only) continue;
+    if (state == ProcessState::kEnded) proof[other] = "has ended (" + name + ")";
+    if (state == ProcessState::kStopped)
+      proof[other] = "is stopped (" + name + ", by a signal or a debugger)";
+  }
+  return proof;
+}
+
+void Board::wake() {
+  for (const auto& [other, process] : processes()) wake_process(process);
+}
+
+// --- polling ---
+
+milliseconds Board::interval() const {
+  if (collecting_ > 0) return timing::while_collecting(size);
+  if (waiting_ > 0) return timing::between_looks(size);
+  return timing::kIdle * std::max(1, boards.load());
+}
+
+Board::Looking::Looking(std::shared_ptr<Board> board, Pace pace)
+    : board_(std::move(board)), pace_(pace) {
+  ++(pace_ == Pace::kCollects ? board_->collecting_ : board_->waiting_);
+  board_->look_now();
+}
+
+Board::Looking::~Looking() {
+  --(pace_ == Pace::kCollects ? board_->collecting_ : board_->waiting_);
+}
+
+void Board::look_now() {
+  if (!has_store()) return;
+  run_at(Clock::now(), [weak = weak_from_this(), chain = ++chain_] {
+    const auto board = weak.lock();
+    if (!board || board->chain_ != chain) return;
+    board->look();
+    board->look_again(chain);
+  });
+}
+
+void Board::look_again(int64_t chain) {
+  run_at(Clock::now() + interval(), [weak = weak_from_this(), chain] {
+    const auto board = weak.lock();
+    if (!board || board->chain_ != chain) return;
+    board->look();
+    board->look_again(chain);
+  });
+}
+
+void Board::look() {
+  const auto began = Clock::now();
+  const bool idle = waiting_ == 0 && collecting_ == 0;
+  // A process that has ended may have hosted the store, and torch logs every call of a lost store.
+  if (idle && !look_around(ProcessState::kEnded).empty()) return;
+  try {
+    run([&](c10d::Store& store) {
+      const int64_t news = store.add(key("news"), 0);
+      RankRecords found;
+      if (news != seen_) {
+        for (const auto& [other, text] : read_appended(store, key("failed")))
+          found[other] = RankRecord::decode(text);
+        const int64_t asked = store.add(key("asked"), 0);
+        if (asked != std::exchange(seen_asked_, asked)) {
+          RankRecord mine = answer_();
+          mine.asked = asked;
+          answered_elsewhere = !mine.waits;
+          set_text(store, key("rank") + '/' + std::to_string(rank), mine.encode());
+        }
+      }
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (news != std::exchange(seen_, news)) reports_ = std::move(found);
+      answered_ = began;
+    });
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_ = Clock::now();
+  }
+  news_.notify_all();
+}
+
+bool Board::answered_since(Clock::time_point time) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return answered_ >= time;
+}
+
+bool Board::failed_since(Clock::time_point time) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failed_ >= time;
+}
+
+void Board::wait_for_news(Clock::time_point until) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  news_.wait_until(lock, until);
+}
+
+}  // namespace apex::parallel

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// What the ranks of a group report to each other, through the group's store.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "watch/process_state.h"
+#include "watch/record.h"
+
+namespace apex::parallel {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// Note [Calls of the store]
+//
+// A call blocks while the process that hosts the store is stopped. So one thread makes all calls of
+// a store, and other threads read its results. The thread is detached: if it is blocked in a call,
+// it is left behind. A TCPStore is cloned, which connects to its server, since
+// destroy_process_group() must end the job's store, which frees its port. After an error the store
+// is lost: no call is made twice, and torch logs every call of a lost store.
+//
+// Failures are appended to one key, since with a key for each rank N ranks would make N^2 requests.
+// A rank that is in no collective looks for news every kIdle; reports of a rank on the same host
+// wake it at once. Stores that cannot append, such as a FileStore, carry no reports: the ranks
+// then know the processes of their host only.
+
+class StoreThread;
+
+/// One rank's view of a group's reports; the groups made from it share it. Thread safe.
+class Board : public std::enable_shared_from_this<Board> {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Body = std::function<void(c10d::Store& store)>;
+  /// This rank's record, as the answer to ranks that wait.
+  using Answer = std::function<RankRecord()>;
+
+  /// `patience`: see report_failure().
+  Board(const c10d::ProcessGroup& group, std::chrono::milliseconds patience);
+  ~Board();
+  /// Publishes this rank's process, and begins to answer. Waits until the store has it.
+  void begin(Answer answer);
+
+  const std::string group_name;
+  const int rank;
+  const int size;
+  const std::chrono::milliseconds patience;
+  bool has_store() const { return thread_ != nullptr; }
+  /// Whether all ranks are on this host, so that each of them is woken by a report.
+  bool all_on_this_host();
+
+  /// Runs `body` on the store's thread, after earlier posts. The future is ready when `body` has
+  /// run and is destroyed; it holds the exception of `body`.
+  /// @throws Error through the future if the store is lost.
+  std::shared_future<void> post(Body body);
+  /// Calls `job` on the store's thread at `at`. Only if has_store().
+  void run_at(Clock::time_point at, std::function<void()> job);
+  /// A key of the store, the same on all ranks; used on the store's thread.
+  std::string key(const std::string& what) const { return "apex/" + what + '/' + name_; }
+
+  // --- failures ---
+
+  /// Reports that a collective of the group has failed on this rank, or more proof. Does not wait.
+  std::shared_future<void> report(const std::string& what, const Proof& proof);
+  bool has_failed();
+  /// As last read.
+  RankRecords reports();
+  bool has_reports();
+
+  // --- processes of this host's ranks ---
+
+  void add_processes(std::map<int, ProcessName> found);
+  std::map<int, ProcessName> processes();
+  /// Reads them from the store. Does not wait.
+  std::shared_future<void> read_processes();
+  std::atomic<bool> processes_read{false};
+  /// Those that have exited or are stopped.
+  Proof look_around(std::optional<ProcessState> only = {});
+  /// Makes the ranks of this host look for news.
+  void wake();
+
+  // --- polling ---
+
+  enum class Pace { kIdle, kWaits, kCollects };
+  /// While it exists, the board looks for news more often, beginning now.
+  class Looking {
+   public:
+    Looking(std::shared_ptr<Board> board, Pace pace);
+    ~Looking();
+    Looking(const Looking&) = delete;
+    Looking& operator=(const Looking&) = delete;
+
+   private:
+    const std::shared_ptr<Board> board_;
+    const Pace pace_;
+  };
+  /// Looks for news now.
+  void look_now();
+  /// Whether the store has answered a look that began after `time`.
+  bool answered_since(Clock::time_point time);
+  /// Whether the store has raised an error since `time`.
+  bool failed_since(Clock::time_point time);
+  /// Blocks until there may be news, or `until`.
+  void wait_for_news(Clock::time_point until);
+
+  /// Result of report_failure(), and until when it is reused.
+  std::mutex verdict_mutex;
+  std::string verdict;
+  Clock::time_point verdict_until;
+  /// Whether this rank has answered that it is in no collective.
+  std::atomic<bool> answered_elsewhere{false};
+
+ private:
+  void run(const Body& body);
+  void introduce(c10d::Store& store);
+  void look();
+  void look_again(int64_t chain);
+  std::chrono::milliseconds interval() const;
+
+  std::shared_ptr<StoreThread> thread_;
+  Answer answer_;
+  std::atomic<int> waiting_{0}, collecting_{0};
+  std::atomic<int64_t> chain_{0};  ///< of looks; an earlier one ends
+
+  // Used on the store's thread:
+  StorePtr given_, store_;
+  std::string name_;  ///< group name and instance number
+  int64_t seen_ = 0, seen_asked_ = 0;
+
+  std::mutex mutex_;  ///< guards what follows
+  std::condition_variable news_;
+  std::optional<RankRecord> failure_;  ///< this rank's, as posted
+  RankRecords reports_;
+  std::map<int, ProcessName> processes_;
+  Clock::time_point answered_, failed_;
+};
+
+/// The value of `key`, or "" if it is unset. Does not wait for the key.
+std::string get_or_empty(c10d::Store& store, const std::string& key);
+
+/// Sets `key` if it is unset, and returns its value.
+std::string set_if_unset(c10d::Store& store, const std::string& key, const std::string& value);
+
+void set_text(c10d::Store& store, const std::string& key, const std::string& text);
+
+/// How long the process that usually hosts the store stays after it has reported a failure, so that
+/// other ranks can read the report. Called at its end.
+void stay_for_readers();
+
+}  // namespace apex::parallel
