@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -294,6 +295,7 @@ def _one_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [
     {"message_size": 2**70}, {"message_size": 1e9}, {"message_size": float("inf")},
+    {"message_size": numpy.int64(10**9)},
     {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
     {"init_sync": 1, "check_reduction": 0, "registered_buffers": 0},
 ], ids=str)  # fmt: skip

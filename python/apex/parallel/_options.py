@@ -29,9 +29,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 #: Arguments that become attributes of the wrapper.
 ATTRIBUTES = (
-    *_OF_THE_ENGINE, "message_size", "bucket_cap_mb", "retain_allreduce_buffers",
-    "num_allreduce_streams", "gradient_average", "gradient_predivide_factor", "prof", "dim",
-    "init_sync", "find_unused_parameters", "check_reduction", "on_failure", "on_divergence",
+    *_OF_THE_ENGINE, "message_size", "bucket_cap_mb", "retain_allreduce_buffers", "prof", "dim",
+    "num_allreduce_streams", "gradient_average", "gradient_predivide_factor", "init_sync",
+    "find_unused_parameters", "check_reduction", "on_failure", "on_divergence",
     "replica_check_every",
 )  # fmt: skip
 #: Options of Python that must be equal on all ranks, with the defaults that a rank in C++ has.
@@ -51,8 +51,7 @@ class EngineOptions(NamedTuple):
 
 
 def check(given: dict[str, Any]) -> EngineOptions:
-    """Check the constructor's arguments and replace them by their values. Old scripts also pass 0
-    and 1 as switches."""
+    """Check the constructor's arguments and replace them by their values (0 is False)."""
     _read_as_torch(given)
     for name in ("shared_param", "mixed_precision"):
         if given[name] is not None:
@@ -61,12 +60,9 @@ def check(given: dict[str, Any]) -> EngineOptions:
         given[name] = _one_of(name, given[name], choices)
     given["broadcast_buffers"] |= bool(given["forward_sync_buffers"])
     given["gradient_as_bucket_view"] |= given["retain_allreduce_buffers"]
-    given["gradient_predivide_factor"] = float(given["gradient_predivide_factor"])
     every = given["replica_check_every"]
     if every is not None and not (type(every) is int and every >= 0):
-        raise ValueError(
-            f"replica_check_every must be a number of steps, 0 (never) or None, got {every!r}."
-        )
+        raise ValueError(f"replica_check_every must be a number of steps or 0, got {every!r}.")
     _check_streams(given["num_allreduce_streams"], given)
     if given["device_mesh"] is not None:
         if given["process_group"] is not None:

@@ -28,13 +28,7 @@ class Weight:
         weight = self._weight
         if isinstance(weight, numbers.Real):
             # Not converted to a tensor, which would cost several times as much.
-            try:
-                number = float(weight)
-            except OverflowError:
-                raise ValueError(
-                    f"a weight must be within the range of float64, got {weight}"
-                ) from None
-            self._engine.connected().begin_weight_number(number)
+            self._engine.connected().begin_weight_number(float(weight))
             return
         if not isinstance(weight, torch.Tensor):
             weight = torch.tensor(weight, dtype=torch.float64, device="cpu")

@@ -278,13 +278,11 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
     # --- weighted samples; see docs/weights.md ---
 
     def weight(self, weight: float | torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Sets the weight of this process's samples: ``with model.weight(len(batch)):`` around
-        backward.
+        """Sets the weight of this process's samples around backward: ``with model.weight(16):``.
 
         With ``gradient_average="weighted"``, gradients are divided by the sum of the weights of all
-        processes. If each process sums the losses of its samples, they are then those of the mean
-        over all samples. Weights add up under :meth:`no_sync`; several backwards in one block
-        count once. A process without samples passes 0.
+        processes: if each process sums the losses of its samples, by the number of samples. Weights
+        add up under :meth:`no_sync`; several backwards in one block count once.
 
         Args:
             weight: not negative; a number, or a tensor with one element on any device. A CPU tensor

@@ -3,13 +3,12 @@
 
     python -m apex.parallel.multiproc [options of torchrun] main.py [arguments of main.py]
 
-It is ``torchrun``, except for what scripts written for NVIDIA's Apex expect. If an ``argparse``
-parser of the script, in any module, defines ``--rank`` and ``--world-size``, or ``--local_rank``,
-it gets them as if they were on the command line. A ``--world-size N`` there sets the number of
-processes. Only rank 0 writes to the terminal. Rank N writes to ``rank_N.log`` in ``--log-dir``,
-which is removed if it is empty after a job without a failure. ``OMP_NUM_THREADS`` is by default
-the number of cores divided by the processes. The exit code is that of the process that failed
-first, or 128 + N if signal N ended it or the launcher.
+It is ``torchrun``, except for what scripts for NVIDIA's Apex expect. A parser of ``argparse``, in
+any module, that defines ``--rank`` and ``--world-size``, or ``--local_rank``, gets them as if they
+were on the command line. A ``--world-size N`` there sets the number of processes. Rank 0 writes to
+the terminal, rank N to ``rank_N.log`` in ``--log-dir``, which is removed if it is empty after a job
+without a failure. ``OMP_NUM_THREADS`` is by default the number of cores divided by the processes.
+The exit code is that of the process that failed first; 128 + N: signal N ended it or the launcher.
 """
 
 import argparse
@@ -52,13 +51,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nproc", dest="nproc_per_node", help="the same as --nproc-per-node")
     parser.set_defaults(nproc_per_node=None, master_port=None, log_dir=".")
     args = parser.parse_args(argv)
-    given = re.findall(
-        r"(?<!\S)--world[-_]size[= ](\d+)(?!\S)", " ".join(args.training_script_args)
-    )
+    arguments = " ".join(args.training_script_args)
+    given = re.findall(r"(?<!\S)--world[-_]size[= ](\d+)(?!\S)", arguments)
     nodes = int(args.nnodes.split(":")[-1])
     if args.nproc_per_node is None:
-        processes = int(given[-1]) // nodes if given else cuda.device_count() or _cores()
-        args.nproc_per_node = str(processes)
+        args.nproc_per_node = str(
+            int(given[-1]) // nodes if given else cuda.device_count() or _cores()
+        )
     args.processes = run.determine_local_world_size(args.nproc_per_node)
     if given and int(given[-1]) != args.processes * nodes:
         parser.error("--world-size is not --nproc x --nnodes")
@@ -91,9 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         code, log = failure.exitcode, logs.files.get(rank)
         how = f"exit code {code}" if code > 0 else f"signal {failure.signal_name()}"
-        end = log.read_text(errors="replace")[-(1 << 14) :] if log and log.is_file() else ""
-        print(f"multiproc: rank {rank} failed with {how}; see {log or 'above'}", file=sys.stderr)
-        print(*end.splitlines()[-40:], sep="\n", file=sys.stderr, flush=True)
+        lines = [f"multiproc: rank {rank} failed with {how}; see {log or 'above'}"]
+        if log and log.is_file():
+            lines += log.read_text(errors="replace")[-(1 << 14) :].splitlines()[-40:]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
     for log in logs.files.values():
         if log.is_file() and log.stat().st_size == 0:
