@@ -48,6 +48,20 @@ def test_python_reference_describes_every_name_in_its_directives() -> None:
         assert inspect.getdoc(getattr(importlib.import_module(module), attribute)), name
 
 
+def test_every_public_method_of_parallel_has_a_docstring() -> None:
+    found = 0
+    for name in apex.parallel.distributed.__all__ + apex.parallel.__all__:
+        value = getattr(apex.parallel.distributed, name, None) or getattr(apex.parallel, name)
+        assert inspect.getdoc(value), name
+        for kind in inspect.getmro(value) if inspect.isclass(value) else ():
+            members = vars(kind) if kind.__module__.startswith("apex.") else {}
+            for member in (one for one in members if not one.startswith("_")):
+                described = inspect.getdoc(getattr(value, member))
+                assert described or not callable(members[member]), f"{name}.{member}"
+                found += 1
+    assert found > 50
+
+
 def test_options_of_the_wrapper_are_explained_with_their_defaults() -> None:
     page = (DOCS / "distributed_data_parallel.md").read_text()
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `([^`]*)` \|", page, re.M)
