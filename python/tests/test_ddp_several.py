@@ -7,6 +7,7 @@ different seeds, and the time limit of the pool."""
 from __future__ import annotations
 
 import gc
+import unittest.mock
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
+    raises,
     to_reference,
 )
 from nccl_like import eager_nccl
 from several_support import Net, batch
 from torch import nn
 
+from apex._internal import groups
 from apex._internal.groups import timeout_of
 from apex.parallel import DistributedDataParallel, create_syncbn_process_group
 from apex.parallel.syncbn_group import default_group
@@ -128,3 +131,19 @@ def _timeouts(rank: int, world: int) -> None:
 
 def test_groups_of_the_package_inherit_the_timeout(ranks: RankPool) -> None:
     ranks.run(2, _timeouts)
+
+
+def _streams_of_two_backends(rank: int, world: int) -> None:
+    """Hazard: split_group() passes NCCL's options to the Gloo backend for the CPU."""
+    pair = dist.new_group([0, 1])
+    kinds = unittest.mock.patch.object(groups, "backend_name", lambda group, device: str(device))
+    with eager_nccl() as asked, kinds:
+        groups.group_like(dist.group.WORLD)
+        check_equal(asked, ["synchronize", "new_group"], "calls")
+        if rank < 2:  # new_group() would wait for the third rank
+            with raises(ValueError, "not its only backend", "num_allreduce_streams=1"):
+                groups.group_like(pair)
+
+
+def test_several_communicators_beside_gloo_are_not_split(ranks: RankPool) -> None:
+    ranks.run(3, _streams_of_two_backends)

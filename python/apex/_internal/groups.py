@@ -159,6 +159,19 @@ def _new_group(ranks: list[int], like: dist.ProcessGroup, local: bool = False) -
     )
 
 
+def _split(
+    group: dist.ProcessGroup, parts: list[list[int]], device: torch.device | None
+) -> Any | None:
+    """This rank's part of ``group``, by one split of the communicator on ``device``.
+
+    None without a device, and with several backends: torch would pass NCCL's options to Gloo.
+    """
+    if device is None or len({backend_name(group, one) for one in group._device_types}) > 1:
+        return None
+    split_group: Any = dist.split_group
+    return split_group(group, parts, timeout=timeout_of(group))
+
+
 def group_like(group: dist.ProcessGroup) -> Any:
     """Create another group over the ranks of ``group``, with its backends and timeout.
 
@@ -167,17 +180,18 @@ def group_like(group: dist.ProcessGroup) -> Any:
     """
     device = _splitting_device(group)
     counts = _meet(group, device)
-    if device is not None:
-        split_group: Any = dist.split_group
-        return split_group(group, [list(range(group.size()))], timeout=timeout_of(group))
+    made = _split(group, [list(range(group.size()))], device)
+    if made is not None:
+        return made
     ranks = dist.get_process_group_ranks(group)
     local = len(ranks) < world_group().size()
-    if local and len(set(counts)) > 1:
-        # torch names such a group by this number, so ranks would wait under different names.
+    # torch names such a group by its number of groups, so ranks would wait under different names.
+    if local and (device is not None or len(set(counts)) > 1):
         raise ValueError(
             "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "
-            f"process groups ({', '.join(map(str, counts))}), and torch names new groups by that "
-            "number: use num_allreduce_streams=1, or groups that do not overlap."
+            f"process groups ({', '.join(map(str, counts))}), by which torch names new groups, or "
+            "NCCL is bound to a device and not its only backend: use num_allreduce_streams=1, or "
+            "groups that do not overlap."
         )
     return _new_group(ranks, group, local)
 
@@ -201,13 +215,11 @@ def split_world(parts: list[list[int]]) -> Any:
     world = world_group()
     device = _splitting_device(world)
     _meet(world, device)
-    # Each rank is in one group, so NCCL splits the communicator once, with a color per group. A
-    # Gloo backend for another device rules this out: torch would pass NCCL's options to it.
-    if device is not None and len({backend_name(world, one) for one in world._device_types}) == 1:
-        split_group: Any = dist.split_group
-        return split_group(world, parts, timeout=timeout_of(world))
-    made = [_new_group(ranks, world) for ranks in parts]
-    return next(group for group, ranks in zip(made, parts, strict=True) if world.rank() in ranks)
+    made = _split(world, parts, device)
+    if made is not None:
+        return made
+    groups = [_new_group(ranks, world) for ranks in parts]
+    return next(group for group, ranks in zip(groups, parts, strict=True) if world.rank() in ranks)
 
 
 # Note [Who holds a process group at exit]
