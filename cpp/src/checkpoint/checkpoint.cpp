@@ -10,13 +10,17 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <mutex>
 #include <system_error>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
 #include <apex/amp/loss_scaler.h>
+#include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
@@ -32,10 +36,14 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-constexpr const char* kFormat = "apex::parallel::Checkpoint 3";
+constexpr const char* kFormat = "apex::parallel::Checkpoint 4";
 constexpr const char* kWhat = "a Checkpoint";
 
-std::string quoted(const std::string& path) { return "the checkpoint '" + path + "'"; }
+std::string cannot_be(const char* what, const std::string& path) {
+  return "the checkpoint '" + path + "' cannot be " + what;
+}
+
+bool is_first(const Group& group) { return !group || group->getRank() == 0; }
 
 /// The first line of the message of the exception that `call` throws; empty if it returns.
 template <typename Call>
@@ -60,19 +68,20 @@ std::string of_first(const Group& group, const std::string& text) {
   return group ? broadcast_text(text, group, 0, kWhat) : text;
 }
 
-/// If any rank has an error, throws that of the first such rank on every rank.
-void agree(const Group& group, const std::string& error) {
-  const int64_t ranks = group ? group->getSize() : 1;
-  at::Tensor lengths = at::zeros({ranks}, at::kLong);
-  lengths[group ? group->getRank() : 0] = static_cast<int64_t>(error.size());
-  if (group) {
-    lengths = lengths.to(at::kDouble).to(control_device(group, at::kCPU));
-    all_reduce_coalesced({lengths}, group, 1.0, kWhat);
-    lengths = lengths.cpu();
-  }
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    if (lengths[rank].item<double>() == 0) continue;
-    throw Error("rank " + std::to_string(rank) + ": " +
+/// The tensor of every rank [ranks, ...], on the CPU.
+at::Tensor gather(const Group& group, const at::Tensor& tensor) {
+  if (!group) return tensor.unsqueeze(0);
+  return apex::distributed::all_gather(tensor.to(control_device(group, at::kCPU)), group).cpu();
+}
+
+/// Calls `call`. If that throws on any rank, throws the error of the first such rank on every rank.
+template <typename Call>
+void on_every_rank(const Group& group, const std::string& failure, const Call& call) {
+  const std::string error = error_of(call);
+  const at::Tensor failed = gather(group, at::scalar_tensor(!error.empty(), at::kByte));
+  for (int64_t rank = 0; rank < failed.numel(); ++rank) {
+    if (!failed[rank].item<bool>()) continue;
+    throw Error("rank " + std::to_string(rank) + ": " + failure + ": " +
                 (group ? broadcast_text(error, group, rank, kWhat) : error));
   }
 }
@@ -81,46 +90,32 @@ void require(bool good) {
   if (!good) throw Error(std::generic_category().message(errno));
 }
 
-/// A file that appears under its name once it is complete and synced to disk, or not at all.
-class AtomicFile {
- public:
-  explicit AtomicFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".part") {
-    file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    require(file_ >= 0);
-  }
-  ~AtomicFile() {
-    if (file_ >= 0) ::close(file_);
-    ::unlink(temporary_.c_str());  // fails after commit()
-  }
-  AtomicFile(const AtomicFile&) = delete;
-  AtomicFile& operator=(const AtomicFile&) = delete;
+/// Syncs a file or a folder to disk.
+bool sync(const std::string& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const bool synced = ::fsync(file) == 0 || errno == EINVAL;  // EINVAL: a file system without fsync
+  ::close(file);
+  return synced;
+}
 
-  void write(const void* data, size_t size) {
-    const char* next = static_cast<const char*>(data);
-    while (size > 0) {
-      const ssize_t written = ::write(file_, next, size);
-      require(written >= 0 || errno == EINTR);
-      if (written <= 0) continue;
-      next += written;
-      size -= static_cast<size_t>(written);
-    }
+/// Replaces a file by one that appears under its name once it is complete and synced, or not at
+/// all.
+void replace_file(const std::string& path, const std::string& bytes) {
+  const std::string temporary = path + ".part";
+  const std::string error = error_of([&] {
+    std::ofstream file(temporary, std::ios::binary);
+    require(file.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush().good());
+    require(sync(temporary));
+    require(std::rename(temporary.c_str(), path.c_str()) == 0);
+  });
+  if (!error.empty()) {
+    ::unlink(temporary.c_str());
+    throw Error(error);
   }
-
-  void commit() {
-    require(::fsync(file_) == 0 || errno == EINVAL);  // EINVAL: a file system without fsync
-    require(std::rename(temporary_.c_str(), path_.c_str()) == 0);
-    // Sync the new directory entry as well.
-    const std::string folder = std::filesystem::path(path_).parent_path().string();
-    const int opened = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_CLOEXEC);
-    if (opened < 0) return;  // the folder may be writable but not readable
-    ::fsync(opened);
-    ::close(opened);
-  }
-
- private:
-  std::string path_, temporary_;
-  int file_ = -1;
-};
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  sync(folder.empty() ? "." : folder);  // the new entry; fails if the folder cannot be read
+}
 
 std::string read_file(const std::string& path) {
   errno = 0;
@@ -128,6 +123,30 @@ std::string read_file(const std::string& path) {
   require(file.is_open());
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
+
+/// The states of the generators whose numbers the model's layers draw, one after the other.
+/// Replaces them by `state` if it is given.
+at::Tensor random_state(const torch::nn::Module& model, const at::Tensor& state = {}) {
+  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
+  const std::vector<at::Tensor> parameters = model.parameters();
+  if (!parameters.empty() && parameters.front().is_cuda())
+    generators.push_back(at::globalContext().defaultGenerator(parameters.front().device()));
+  std::vector<at::Tensor> states;
+  int64_t end = 0;
+  for (at::Generator& generator : generators) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states.push_back(generator.get_state());
+    const int64_t begin = end;
+    end += states.back().numel();
+    if (state.defined()) generator.set_state(state.slice(0, begin, end).clone());
+  }
+  return at::cat(states);
+}
+
+/// Gives access to a member that LRScheduler has for derived classes.
+struct StepCount : torch::optim::LRScheduler {
+  static constexpr auto member() { return &StepCount::step_count_; }
+};
 
 std::string form_of(const at::Tensor& tensor) {
   PlainText text;
@@ -159,16 +178,29 @@ void require_same_forms(const torch::nn::Module& module, InputArchive& archive,
 
 }  // namespace
 
-Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
-  parts_.push_back({"optimizer" + std::to_string(optimizers_++),
-                    [&optimizer](OutputArchive& archive) { optimizer.save(archive); },
-                    [&optimizer](InputArchive& archive) { optimizer.load(archive); }});
+template <typename T>
+Checkpoint& Checkpoint::add(std::string name, T& part) {
+  parts_.push_back({std::move(name), [&part](OutputArchive& archive) { part.save(archive); },
+                    [&part](InputArchive& archive) { part.load(archive); }});
   return *this;
 }
 
-Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) {
-  parts_.push_back({"scaler", [&scaler](OutputArchive& archive) { scaler.save(archive); },
-                    [&scaler](InputArchive& archive) { scaler.load(archive); }});
+Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
+  return add("optimizer" + std::to_string(optimizers_++), optimizer);
+}
+
+Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) { return add("scaler", scaler); }
+
+Checkpoint& Checkpoint::scheduler(torch::optim::LRScheduler& scheduler) {
+  unsigned& steps = scheduler.*StepCount::member();
+  parts_.push_back(
+      {"scheduler" + std::to_string(schedulers_++),
+       [&steps](OutputArchive& archive) { archive.write("steps", c10::IValue(int64_t{steps})); },
+       [&steps](InputArchive& archive) {
+         c10::IValue saved;
+         archive.read("steps", saved);
+         steps = static_cast<unsigned>(saved.toInt());
+       }});
   return *this;
 }
 
@@ -181,10 +213,11 @@ void Checkpoint::throw_null_model() {
   throw InvalidArgument("Checkpoint: the model is null; construct it first, e.g. Net()");
 }
 
-void Checkpoint::write(const std::string& path, int64_t step) const {
+void Checkpoint::write(const std::string& path, int64_t step, const at::Tensor& states) const {
   OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
   archive.write("step", c10::IValue(step));
+  archive.write("generators", states, /*is_buffer=*/true);
   const auto nested = [&](const std::string& name, const auto& save) {
     OutputArchive inner(archive.compilation_unit());
     save(inner);
@@ -192,22 +225,15 @@ void Checkpoint::write(const std::string& path, int64_t step) const {
   };
   nested("model", [&](OutputArchive& inner) { model_.save(inner); });
   for (const Part& part : parts_) nested(part.name, part.save);
-  AtomicFile file(path);
-  // Keep the error until torch has finished, since torch also writes in a destructor.
-  std::exception_ptr failed;
+  std::string bytes;
   archive.save_to([&](const void* data, size_t size) {
-    try {
-      if (!failed) file.write(data, size);
-    } catch (...) {
-      failed = std::current_exception();
-    }
+    bytes.append(static_cast<const char*>(data), size);
     return size;
   });
-  if (failed) std::rethrow_exception(failed);
-  file.commit();
+  replace_file(path, bytes);
 }
 
-int64_t Checkpoint::read(const std::string& bytes) const {
+int64_t Checkpoint::read(const std::string& bytes, const Group& group) const {
   const std::vector<at::Tensor> parameters = model_.parameters();
   InputArchive archive;
   c10::IValue value;
@@ -230,26 +256,31 @@ int64_t Checkpoint::read(const std::string& bytes) const {
   // Load optimizers first: pending updates are applied then, and they belong to the old model.
   for (size_t i = 0; i < parts_.size(); ++i) parts_[i].load(inner[i]);
   model_.load(model);
+  at::Tensor states;
+  archive.read("generators", states, /*is_buffer=*/true);
+  const std::vector<int64_t> sizes{group ? group->getSize() : 1, random_state(model_).numel()};
+  if (states.sizes() == sizes) random_state(model_, states.cpu()[group ? group->getRank() : 0]);
   archive.read("step", value);
   return value.toInt();
 }
 
 void Checkpoint::save(const std::string& path, int64_t step) {
   const Group group = ranks_of(group_);
-  std::string error;
-  if (!group || group->getRank() == 0) error = error_of([&] { write(path, step); });
-  agree(group, error.empty() ? error : quoted(path) + " cannot be written: " + error);
+  const at::Tensor states = gather(group, random_state(model_));
+  on_every_rank(group, cannot_be("written", path), [&] {
+    if (is_first(group)) write(path, step, states);
+  });
 }
 
 int64_t Checkpoint::load(const std::string& path) {
   const Group group = ranks_of(group_);
-  std::string bytes, error;
-  if (!group || group->getRank() == 0) error = error_of([&] { bytes = read_file(path); });
-  agree(group, error.empty() ? error : quoted(path) + " cannot be read: " + error);
+  std::string bytes;
+  on_every_rank(group, cannot_be("read", path), [&] {
+    if (is_first(group)) bytes = read_file(path);
+  });
   bytes = of_first(group, bytes);
   int64_t step = 0;
-  error = error_of([&] { step = read(bytes); });
-  agree(group, error.empty() ? error : quoted(path) + " cannot be loaded: " + error);
+  on_every_rank(group, cannot_be("loaded", path), [&] { step = read(bytes, group); });
   return step;
 }
 

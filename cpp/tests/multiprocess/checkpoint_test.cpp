@@ -17,6 +17,7 @@
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -44,7 +45,9 @@ struct NetImpl : torch::nn::Module {
     fc1 = register_module("fc1", torch::nn::Linear(4, width));
     fc2 = register_module("fc2", torch::nn::Linear(width, 1));
   }
-  at::Tensor forward(const at::Tensor& x) { return fc2(torch::tanh(fc1(x))); }
+  at::Tensor forward(const at::Tensor& x) {
+    return fc2(torch::dropout(torch::tanh(fc1(x)), 0.5, is_training()));
+  }
   torch::nn::Linear fc1{nullptr}, fc2{nullptr};
 };
 TORCH_MODULE(Net);
@@ -54,9 +57,10 @@ struct Run {
   Run()
       : model(Net()),
         optimizer(model.parameters(), 0.05),
+        scheduler(optimizer, 2, 0.1),
         scaler(apex::amp::LossScalerOptions(64).growth_interval(3)),
         checkpoint(model) {
-    checkpoint.optimizer(optimizer).scaler(scaler);
+    checkpoint.optimizer(optimizer).scheduler(scheduler).scaler(scaler);
   }
 
   void train(int steps) {
@@ -67,6 +71,7 @@ struct Run {
       scaler.scale(model(batch).square().mean()).backward();
       scaler.step(optimizer);
       scaler.update();
+      scheduler.step();
     }
   }
 
@@ -78,6 +83,7 @@ struct Run {
 
   DistributedDataParallel<Net> model;
   torch::optim::Adam optimizer;
+  torch::optim::StepLR scheduler;
   apex::amp::LossScaler scaler;
   int done = 0;
   Checkpoint checkpoint;
@@ -105,7 +111,7 @@ void stop_and_resume() {
   apex::distributed::init_process_group("gloo");
   const fs::path folder = std::getenv("TEST_FOLDER");
   const std::string path = (folder / "run.ckpt").string();
-  torch::manual_seed(1);
+  torch::manual_seed(1 + apex::distributed::rank());
   Run whole;
   require(whole.checkpoint.resume(path) == 0, "there is no checkpoint yet");
   whole.train(2);
@@ -119,6 +125,10 @@ void stop_and_resume() {
   require(resumed.scaler.growth_tracker() == 2, "the scaler's state is lost");
   resumed.train(2);
   require(resumed.parameters().equal(whole.parameters()), "another run");
+  require(resumed.optimizer.defaults().get_lr() == 0.05 &&
+              resumed.optimizer.param_groups()[0].options().get_lr() ==
+                  whole.optimizer.param_groups()[0].options().get_lr(),
+          "another learning rate");
   require(resumed.scaler.get_scale() == whole.scaler.get_scale(), "another scale");
 
   // With and without the wrapper, with fewer parts than were saved.

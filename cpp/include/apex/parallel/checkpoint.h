@@ -14,8 +14,9 @@
 #include <apex/export.h>
 
 namespace torch::optim {
+class LRScheduler;
 class Optimizer;
-}
+}  // namespace torch::optim
 namespace torch::serialize {
 class InputArchive;
 class OutputArchive;
@@ -26,11 +27,11 @@ class LossScaler;
 
 namespace apex::parallel {
 
-/// Saves and restores what a training run needs to resume: model, optimizers, loss scaler and the
-/// number of steps, in one file.
+/// Saves and restores a training run in one file: model, optimizers, schedulers, loss scaler, the
+/// number of steps, and each rank's random state.
 ///
 ///     apex::parallel::Checkpoint checkpoint(model);
-///     checkpoint.optimizer(optimizer).scaler(scaler);
+///     checkpoint.optimizer(optimizer).scheduler(scheduler).scaler(scaler);
 ///     int64_t step = checkpoint.resume("run.ckpt");  // 0 when the run begins
 ///     for (; step < 1000; ++step) {
 ///       if (step % 100 == 0) checkpoint.save("run.ckpt", step);
@@ -41,8 +42,12 @@ namespace apex::parallel {
 /// block the host. Only rank 0 reads and writes the file, so no shared file system is needed. An
 /// error on one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
 ///
-/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scaler" and
-/// "step".
+/// The random state is that of the default generators of the CPU and of the model's device. It is
+/// restored if the number of ranks is the same. Not in the file: other generators, and positions in
+/// the data (save at the end of an epoch, and give samplers the epoch).
+///
+/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scheduler0",
+/// "scaler", "step" and "generators".
 class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, a module holder, a pointer to a module, or
@@ -53,8 +58,12 @@ class APEX_API Checkpoint {
                                 *std::declval<Model&>().operator->()))>
   explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
-  /// Adds a part. Several optimizers are identified by their order.
+  /// Adds a part. Several optimizers or schedulers are identified by their order.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
+  /// Its number of steps. Learning rates are in the options of the optimizer, so this is all that
+  /// StepLR has. A class with more state must save that itself; torch's ReduceLROnPlateauScheduler
+  /// gives no access to its state.
+  Checkpoint& scheduler(torch::optim::LRScheduler& scheduler);
   Checkpoint& scaler(amp::LossScaler& scaler);
   /// Default, also for null: the default group, or this process alone without a default group.
   Checkpoint& process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
@@ -89,13 +98,15 @@ class APEX_API Checkpoint {
     }
     return *model.operator->();
   }
+  template <typename T>
+  Checkpoint& add(std::string name, T& part);
   [[noreturn]] static void throw_null_model();
-  void write(const std::string& path, int64_t step) const;
-  int64_t read(const std::string& bytes) const;
+  void write(const std::string& path, int64_t step, const at::Tensor& states) const;
+  int64_t read(const std::string& bytes, const c10::intrusive_ptr<c10d::ProcessGroup>& group) const;
 
   torch::nn::Module& model_;
   std::vector<Part> parts_;
-  int optimizers_ = 0;
+  int optimizers_ = 0, schedulers_ = 0;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 
