@@ -148,13 +148,17 @@ void LossScaler::unscale_(torch::optim::Optimizer& optimizer) {
 }
 
 bool LossScaler::step(torch::optim::Optimizer& optimizer) {
+  return step(optimizer, [&] { optimizer.step(); });
+}
+
+bool LossScaler::step(torch::optim::Optimizer& optimizer, const std::function<void()>& step) {
   if (stages_.count(&optimizer) == 0) unscale_(optimizer);
   Stage& stage = stages_.at(&optimizer);
   require(stage == Stage::kUnscaled,
           "step() was called twice for this optimizer; call update() once after every step.");
   stage = Stage::kStepped;
   if (options_.dynamic() && overflowed()) return false;
-  optimizer.step();
+  step();
   parallel::detail::report_step(optimizer, parallel::detail::Reporter::kLossScaler);
   return true;
 }

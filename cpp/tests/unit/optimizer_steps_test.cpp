@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -129,29 +130,38 @@ class Stepper {
         break;
       case Kind::kLarc:
       case Kind::kScalerLarc:
-        optimizer_ = std::make_unique<LARC>(SGD(parameters, sgd));
+        optimizer_ = std::make_unique<SGD>(parameters, sgd);
+        larc_.emplace(*optimizer_);
         break;
     }
   }
 
   void step() {
     if (scales()) {
-      scaler_.step(*optimizer_);
+      scaler_.step(*optimizer_, [&] { step_alone(); });
       scaler_.update();
     } else {
-      optimizer_->step();
+      step_alone();
     }
   }
   void zero_grad(bool set_to_none) { model_.zero_grad(set_to_none); }
   at::Tensor loss(const at::Tensor& value) { return scales() ? scaler_.scale(value) : value; }
 
  private:
+  void step_alone() {
+    if (larc_) {
+      larc_->step();
+    } else {
+      optimizer_->step();
+    }
+  }
   bool scales() const { return kind_ == Kind::kScaler || kind_ == Kind::kScalerLarc; }
 
   const Kind kind_;
   DistributedDataParallel<Layers>& model_;
   amp::LossScaler scaler_{1024.0};
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::optional<LARC> larc_;
 };
 
 Layers make_layers(uint64_t seed) {

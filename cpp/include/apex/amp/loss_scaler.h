@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <unordered_map>
@@ -105,6 +106,9 @@ class APEX_API LossScaler {
   /// All optimizers share one flag, so unscale the gradients of all of them before the first step.
   /// @throws InvalidArgument on a second call for this optimizer since the last update().
   bool step(torch::optim::Optimizer& optimizer);
+  /// Calls `step` instead of optimizer.step(), for a wrapper:
+  /// `scaler.step(sgd, [&] { larc.step(); })`.
+  bool step(torch::optim::Optimizer& optimizer, const std::function<void()>& step);
 
   /// New float32 tensor of shape [1] on the scaler's device: above zero if a gradient since the
   /// last update() or clear_found_inf() was not finite on this rank, or after synchronize() on any.

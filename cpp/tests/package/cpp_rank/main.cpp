@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <exception>
 #include <fstream>
-#include <memory>
 #include <string>
 
 #include <torch/torch.h>
@@ -27,14 +26,6 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(
-    const std::string& name, const std::vector<torch::Tensor>& parameters) {
-  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
-  auto sgd = std::make_unique<torch::optim::SGD>(parameters, options);
-  if (name == "larc") return std::make_unique<apex::parallel::LARC>(std::move(sgd));
-  return sgd;
-}
-
 void train(const char* path, const std::string& way) {
   namespace dist = apex::distributed;
   dist::init_process_group("gloo");
@@ -43,20 +34,26 @@ void train(const char* path, const std::string& way) {
   apex::parallel::DistributedDataParallelOptions options;
   if (way == "no_sync") options.bucket_cap_mb(25);
   apex::parallel::DistributedDataParallel model(Net(), options);
-  const auto optimizer = make_optimizer(way, model.parameters());
+  torch::optim::SGD sgd(model.parameters(),
+                        torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+  apex::parallel::LARC larc(sgd);
   const auto backward = [&](int step) {
     const auto x = torch::sin(torch::arange(48, torch::kFloat32).view({8, 6}) + (10 * step + rank));
     (model.forward(x) - x.slice(1, 0, 3)).square().mean().backward();
   };
   const auto steps = [&](int count) {
     for (int step = 0; step < count; ++step) {
-      optimizer->zero_grad();
+      sgd.zero_grad();
       if (way == "no_sync") {
         const auto guard = model.no_sync();
         backward(100 + step);
       }
       backward(step);
-      optimizer->step();
+      if (way == "larc") {
+        larc.step();
+      } else {
+        sgd.step();
+      }
     }
   };
   if (way == "join") {
