@@ -1,28 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The batch-norm operators on CUDA: two launches and at most one collective per direction, all on
+// The batch-norm operators on CUDA: at most three launches and one collective per direction, all on
 // the current stream. The host never waits.
-//
-// Note [Counters between blocks]
-// Blocks that share a channel use a counter to find out which block is the last. The counter must
-// be zero before a launch, and the launch leaves it at zero. Launches on one stream run in order.
-// So each stream keeps one zeroed array, and no call clears it. That array is not a tensor, because
-// with CUDA graph trees (torch.compile(mode="reduce-overhead")) memory that a call allocates from
-// torch's pools must not outlive the call. A CUDA graph may be replayed on any stream, concurrently
-// with other work. So during a capture the array is allocated in the graph's own memory, and the
-// graph clears it.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <map>
 #include <mutex>
-#include <utility>
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "kernels/batch_norm_cuda.h"
@@ -44,34 +32,6 @@ kernels::DeviceLimits device_limits(c10::DeviceIndex device) {
     found = known.emplace(device, limits).first;
   }
   return found->second;
-}
-
-/// The counters of the stream, or null if their allocation fails. See Note [Counters between
-/// blocks].
-unsigned* zeroed_counters(int64_t length, const c10::cuda::CUDAStream& stream) {
-  struct Array {
-    void* data = nullptr;
-    int64_t length = 0;
-  };
-  static std::mutex mutex;
-  // Never freed: the CUDA context may be destroyed before static objects are.
-  static auto* owned = new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Array>();
-  const std::lock_guard<std::mutex> lock(mutex);
-  Array& array = (*owned)[{stream.device_index(), stream.id()}];
-  if (array.length < length) {  // launches may still use the shorter array
-    const int64_t longer = std::max<int64_t>(length, 4096);
-    const size_t bytes = static_cast<size_t>(longer) * sizeof(unsigned);
-    void* data = nullptr;
-    // Another thread may be capturing a graph, which an ordinary allocation would invalidate.
-    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    if (cudaMalloc(&data, bytes) != cudaSuccess) {
-      (void)cudaGetLastError();
-      return nullptr;
-    }
-    C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream.stream()));
-    array = {data, longer};
-  }
-  return static_cast<unsigned*>(array.data);
 }
 
 kernels::ElementType element_type(const at::Tensor& tensor) {
@@ -99,42 +59,42 @@ bool is_aligned(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-kernels::ChannelParam channel_param(const OptionalTensor& tensor) {
-  using kernels::ParamType;
-  if (!present(tensor) || tensor->numel() == 0) return {};
-  const at::ScalarType type = tensor->scalar_type();
-  return {tensor->data_ptr(),
-          type == at::kFloat    ? ParamType::kFloat32
-          : type == at::kDouble ? ParamType::kFloat64
-          : type == at::kHalf   ? ParamType::kFloat16
-                                : ParamType::kBFloat16,
-          tensor->stride(0)};
-}
+/// A tensor [C] as the kernels take it: contiguous, float32 or float64.
+class Channels {
+ public:
+  explicit Channels(const OptionalTensor& given) {
+    if (!present(given)) return;
+    tensor_ =
+        given->to(given->scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+  }
 
-/// A call with the work area of its reducing launch. The tensors keep the memory alive until the
-/// launch is enqueued; the allocator reuses memory in stream order.
+  kernels::ChannelArray array() const {
+    if (!tensor_.defined() || tensor_.numel() == 0) return {};
+    if (tensor_.scalar_type() == at::kDouble) return {nullptr, tensor_.mutable_data_ptr<double>()};
+    return {tensor_.mutable_data_ptr<float>(), nullptr};
+  }
+  /// Copies what a kernel has written back.
+  void update(const OptionalTensor& given) const {
+    if (tensor_.defined() && !tensor_.is_same(*given)) given->copy_(tensor_, /*non_blocking=*/true);
+  }
+
+ private:
+  at::Tensor tensor_;
+};
+
+/// A call with the work area of its reducing launch. The tensor keeps the memory alive until the
+/// launches are enqueued; the allocator reuses memory in stream order.
 struct Prepared {
   kernels::CudaCall call;
   at::Tensor partial;
-  at::Tensor counters;
 };
 
 Prepared prepare(const at::Tensor& x, const Sizes& sizes, bool aligned) {
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   Prepared p{{element_type(x), sizes.rows, sizes.planes, aligned, device_limits(x.get_device()),
-              stream.stream(), nullptr, nullptr},
-             {},
+              c10::cuda::getCurrentCUDAStream().stream(), nullptr},
              {}};
   p.partial = at::empty({kernels::partial_length(p.call)}, x.options().dtype(at::kDouble));
   p.call.partial = p.partial.mutable_data_ptr<double>();
-  const int64_t length = kernels::counters_length(p.call);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
-    p.call.counters = zeroed_counters(length, stream);
-  }
-  if (p.call.counters == nullptr) {
-    p.counters = at::zeros({length}, x.options().dtype(at::kInt));
-    p.call.counters = reinterpret_cast<unsigned*>(p.counters.mutable_data_ptr<int>());
-  }
   return p;
 }
 
@@ -163,22 +123,26 @@ ForwardResult forward_cuda(const ForwardArguments& args) {
                                           records.mutable_data_ptr<double>(), batches));
   if (peers) records = all_gather(peers, records, Direction::kForward, channels);
 
+  const Channels weight(args.weight), bias(args.bias), running_mean(args.running_mean),
+      running_var(args.running_var);
   kernels::NormalizeArguments a{};
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
-  a.weight = channel_param(args.weight);
-  a.bias = channel_param(args.bias);
+  a.weight = weight.array();
+  a.bias = bias.array();
   a.eps = args.eps;
   a.records = records.const_data_ptr<double>();
   a.ranks = records.numel() / kernels::statistics_length(channels);
   a.momentum = args.momentum.value_or(kernels::kNoMomentum);
   a.num_batches = batches;
-  a.running_mean = channel_param(args.running_mean);
-  a.running_var = channel_param(args.running_var);
+  a.running_mean = running_mean.array();
+  a.running_var = running_var.array();
   a.mean = mean.mutable_data_ptr<double>();
   a.invstd = invstd.mutable_data_ptr<double>();
   a.count = count.mutable_data_ptr<int64_t>();
   check_launch(kernels::launch_normalize(prepared.call, a));
+  running_mean.update(args.running_mean);
+  running_var.update(args.running_var);
   if (counter.defined() && !counter.is_same(*counted)) {
     counted->copy_(counter.view(counted->sizes()), /*non_blocking=*/true);
   }
@@ -201,19 +165,22 @@ BackwardResult backward_cuda(const BackwardArguments& args) {
   const BackwardResult results{dx, parameter(args.needs[1]), parameter(args.needs[2])};
   if (channels == 0) return results;
   at::Tensor sums = at::empty({2 * channels}, mean.options());
+  const Channels weight(args.weight), dweight(std::get<1>(results)), dbias(std::get<2>(results));
   kernels::GradientArguments a{};
   a.dy = dy.const_data_ptr();
   a.x = x.const_data_ptr();
   a.dx = dx.mutable_data_ptr();
-  a.weight = channel_param(args.weight);
+  a.weight = weight.array();
   a.mean = mean.const_data_ptr<double>();
   a.invstd = invstd.const_data_ptr<double>();
   a.count = args.count.const_data_ptr<int64_t>();
   a.sums = sums.mutable_data_ptr<double>();
-  a.dweight = channel_param(std::get<1>(results));
-  a.dbias = channel_param(std::get<2>(results));
+  a.dweight = dweight.array();
+  a.dbias = dbias.array();
   const Prepared prepared = prepare(x, sizes, is_aligned({a.dy, a.x, a.dx}));
   check_launch(kernels::launch_reduce(prepared.call, a));
+  dweight.update(std::get<1>(results));
+  dbias.update(std::get<2>(results));
   if (!args.needs[0]) return results;
   if (peers) all_reduce(peers, sums, Direction::kBackward, channels);
   check_launch(kernels::launch_gradient(prepared.call, a));

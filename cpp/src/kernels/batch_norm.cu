@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Implementation of batch_norm_cuda.h.
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +16,21 @@
 
 namespace apex::kernels {
 namespace {
+
+__global__ void __launch_bounds__(kBlockThreads)
+    merge_statistics_kernel(MergePlan plan, const Sums* partial, double* record) {
+  merge_splits(plan.channels, plan.splits, partial, [&](int64_t channel, const Sums& all) {
+    from_moments(all, record[channel], record[2 * plan.channels], record + channel,
+                 record + plan.channels + channel);
+  });
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    merge_reduction_kernel(MergePlan plan, const Sums* partial, GradientArguments a) {
+  merge_splits(plan.channels, plan.splits, partial, [&](int64_t channel, const Sums& all) {
+    finish_reduction(a, channel, plan.channels, all);
+  });
+}
 
 template <typename F>
 int visit(ElementType type, F&& f) {
@@ -90,11 +107,8 @@ int launch(const CudaCall& call, const Plan& plan, int threads, Kernel* kernel,
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, plan, arguments...));
 }
 
-template <typename Kernel, typename... Arguments>
-int launch_planes(const CudaCall& call, Kernel* kernel, const Arguments&... arguments) {
-  const PlanesPlan plan =
-      plan_planes(call.sizes, element_bytes(call.type), call.aligned, limits_of(call, kernel));
-  return launch(call, plan, plan.threads, kernel, arguments...);
+PlanesPlan planes_plan(const CudaCall& call, const DeviceLimits& limits) {
+  return plan_planes(call.sizes, element_bytes(call.type), call.aligned, limits);
 }
 
 RowsPlan rows_plan(const CudaCall& call, const DeviceLimits& limits, bool reduces) {
@@ -102,65 +116,82 @@ RowsPlan rows_plan(const CudaCall& call, const DeviceLimits& limits, bool reduce
                    element_bytes(call.type), call.aligned, limits, reduces);
 }
 
-template <typename Kernel, typename... Arguments>
-int launch_rows(const CudaCall& call, bool reduces, Kernel* kernel, const Arguments&... arguments) {
-  const RowsPlan plan = rows_plan(call, reduces ? call.limits : limits_of(call, kernel), reduces);
-  return launch(call, plan, plan.threads(), kernel, arguments...);
+/// Launches the kernel for the layout.
+template <typename PlanesKernel, typename RowsKernel, typename Arguments>
+int launch_elementwise(const CudaCall& call, PlanesKernel* of_planes, RowsKernel* of_rows,
+                       const Arguments& arguments) {
+  if (call.rows) {
+    const RowsPlan plan = rows_plan(call, limits_of(call, of_rows), false);
+    return launch(call, plan, plan.threads(), of_rows, arguments);
+  }
+  const PlanesPlan plan = planes_plan(call, limits_of(call, of_planes));
+  return launch(call, plan, plan.threads, of_planes, arguments);
+}
+
+/// The same for a reduction, and its merge. See Note [Blocks that share a channel].
+template <typename PlanesKernel, typename RowsKernel, typename Merge, typename... Arguments>
+int launch_reduction(const CudaCall& call, PlanesKernel* of_planes, RowsKernel* of_rows,
+                     Merge&& merge, const Arguments&... arguments) {
+  auto* const partial = reinterpret_cast<Sums*>(call.partial);
+  MergePlan plan{call.sizes.channels, 1};
+  int error = 0;
+  if (call.rows) {
+    const RowsPlan rows = rows_plan(call, call.limits, true);
+    plan.splits = rows.splits;
+    error = launch(call, rows, rows.threads(), of_rows, partial, arguments...);
+  } else {
+    const PlanesPlan planes = planes_plan(call, limits_of(call, of_planes));
+    plan.splits = planes.splits;
+    error = launch(call, planes, planes.threads, of_planes, partial, arguments...);
+  }
+  return error != 0 || plan.splits == 1 ? error : merge(plan, partial);
 }
 
 }  // namespace
 
 int64_t partial_length(const CudaCall& call) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, call.limits, true);
-    return plan.tiles * plan.splits * 2 * plan.tile_channels();
-  }
+  if (call.rows) return 2 * call.sizes.channels * rows_plan(call, call.limits, true).splits;
   return 2 * most_planes_blocks(call.sizes, element_bytes(call.type), call.aligned, call.limits);
-}
-
-int64_t counters_length(const CudaCall& call) {
-  return call.rows ? rows_plan(call, call.limits, true).tiles : call.sizes.channels;
 }
 
 int launch_statistics(const CudaCall& call, const void* x, double* record,
                       int64_t* num_batches_tracked) {
   return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    const T* values = static_cast<const T*>(x);
-    if (call.rows) {
-      return launch_rows(call, true, rows_statistics_kernel<T, width>, values, record, call.partial,
-                         call.counters, num_batches_tracked);
-    }
-    return launch_planes(call, planes_statistics_kernel<T, width>, values, record, call.partial,
-                         call.counters, num_batches_tracked);
+    return launch_reduction(
+        call, planes_statistics_kernel<T, width>, rows_statistics_kernel<T, width>,
+        [&](const MergePlan& plan, const Sums* partial) {
+          return launch(call, plan, kBlockThreads, merge_statistics_kernel, partial, record);
+        },
+        static_cast<const T*>(x), record, num_batches_tracked);
   });
 }
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    return call.rows ? launch_rows(call, false, rows_normalize_kernel<T, width>, arguments)
-                     : launch_planes(call, planes_normalize_kernel<T, width>, arguments);
+    return launch_elementwise(call, planes_normalize_kernel<T, width>,
+                              rows_normalize_kernel<T, width>, arguments);
   });
 }
 
 int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    if (call.rows) {
-      return launch_rows(call, true, rows_reduce_kernel<T, width>, arguments, call.partial,
-                         call.counters);
-    }
-    return launch_planes(call, planes_reduce_kernel<T, width>, arguments, call.partial,
-                         call.counters);
+    return launch_reduction(
+        call, planes_reduce_kernel<T, width>, rows_reduce_kernel<T, width>,
+        [&](const MergePlan& plan, const Sums* partial) {
+          return launch(call, plan, kBlockThreads, merge_reduction_kernel, partial, arguments);
+        },
+        arguments);
   });
 }
 
 int launch_gradient(const CudaCall& call, const GradientArguments& arguments) {
   return visit_vector(call, [&](auto tag, auto width) {
     using T = decltype(tag);
-    return call.rows ? launch_rows(call, false, rows_gradient_kernel<T, width>, arguments)
-                     : launch_planes(call, planes_gradient_kernel<T, width>, arguments);
+    return launch_elementwise(call, planes_gradient_kernel<T, width>,
+                              rows_gradient_kernel<T, width>, arguments);
   });
 }
 

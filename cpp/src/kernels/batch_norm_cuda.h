@@ -5,19 +5,34 @@
 
 #include "batch_norm_index.h"
 #include "batch_norm_math.h"
-#include "channel_param.h"
 #include "host_device.h"
 
 /// CUDA launches of batch norm on raw device pointers and a stream, without torch's tensors.
 ///
-/// Each direction is two launches: `launch_statistics`, [collective], `launch_normalize`, and
-/// `launch_reduce`, [collective], `launch_gradient`. No function waits for the device. Launch
-/// errors are returned as cudaError_t (0 is success). Thread safe for different streams and work
-/// areas.
+/// A direction is `launch_statistics`, [collective], `launch_normalize`, or `launch_reduce`,
+/// [collective], `launch_gradient`. If several blocks share a channel, the first of the two is
+/// followed by a launch that adds their sums. No function waits for the device. Launch errors are
+/// returned as cudaError_t (0 is success). Thread safe for different streams and work areas.
 
 namespace apex::kernels {
 
 enum class ElementType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+/// A contiguous array of one value per channel, in float32 or float64, or none. The type is a
+/// run-time value, because elements are read and written only once per channel.
+struct ChannelArray {
+  float* narrow = nullptr;
+  double* wide = nullptr;
+
+  APEX_HOST_DEVICE double load(int64_t channel, double absent) const {
+    if (wide != nullptr) return wide[channel];
+    return narrow != nullptr ? static_cast<double>(narrow[channel]) : absent;
+  }
+  APEX_HOST_DEVICE void store(int64_t channel, double value) const {
+    if (wide != nullptr) wide[channel] = value;
+    if (narrow != nullptr) narrow[channel] = static_cast<float>(value);
+  }
+};
 
 /// The arguments of all four launches. `rows` selects channels last, with batch * plane rows.
 struct CudaCall {
@@ -26,13 +41,11 @@ struct CudaCall {
   Planes sizes;
   bool aligned;  // every element pointer of the call is a multiple of 16 bytes
   DeviceLimits limits;
-  void* stream;        // cudaStream_t
-  double* partial;     // partial_length(call) values, uninitialized
-  unsigned* counters;  // counters_length(call) zeros; the launch leaves them at zero
+  void* stream;     // cudaStream_t
+  double* partial;  // partial_length(call) values, uninitialized
 };
 
 int64_t partial_length(const CudaCall& call);
-int64_t counters_length(const CudaCall& call);
 
 /// Writes mean[C], m2[C], count of this rank to `record` and adds one to *num_batches_tracked
 /// (which may be null).
@@ -42,16 +55,16 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 struct NormalizeArguments {
   const void* x;
   void* y;
-  ChannelParam weight;
-  ChannelParam bias;
+  ChannelArray weight;
+  ChannelArray bias;
   double eps;
   const double* records;  // of all ranks
   int64_t ranks;
   double momentum;             // kNoMomentum: cumulative average by num_batches
   const int64_t* num_batches;  // after this batch; may be null
   // Written:
-  ChannelParam running_mean;
-  ChannelParam running_var;
+  ChannelArray running_mean;
+  ChannelArray running_var;
   double* mean;
   double* invstd;
   int64_t* count;
@@ -63,13 +76,13 @@ struct GradientArguments {
   const void* dy;
   const void* x;
   void* dx;
-  ChannelParam weight;
+  ChannelArray weight;
   const double* mean;
   const double* invstd;
   const int64_t* count;  // of values over all ranks
   double* sums;          // sum_dy[C], sum_dy_xmu[C]: written by reduce, read by gradient
-  ChannelParam dweight;  // written by reduce
-  ChannelParam dbias;
+  ChannelArray dweight;  // written by reduce
+  ChannelArray dbias;
 };
 
 int launch_reduce(const CudaCall& call, const GradientArguments& arguments);

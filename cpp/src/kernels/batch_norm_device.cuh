@@ -5,8 +5,8 @@
 
 #include "batch_norm_cuda.h"
 
-/// Device functions that the CUDA kernels share: loads, block reductions, detection of the last
-/// block, and the arithmetic per channel.
+/// Device functions that the CUDA kernels share: loads, block reductions, and the arithmetic per
+/// channel.
 
 namespace apex::kernels {
 
@@ -107,31 +107,6 @@ __device__ __forceinline__ Sums block_sum(Sums s) {
   return threadIdx.x < 32 ? Sums{warp_sum(all.first), warp_sum(all.second)} : all;
 }
 
-/// Adds the sums that `splits` blocks have written to `slots`. Call it in the first warp.
-__device__ __forceinline__ Sums warp_sum_slots(const double* slots, int splits) {
-  Sums all{0, 0};
-  for (int i = threadIdx.x; i < splits; i += 32) {
-    all.first += __ldcg(slots + 2 * i);  // read from L2: other blocks wrote it
-    all.second += __ldcg(slots + 2 * i + 1);
-  }
-  return {warp_sum(all.first), warp_sum(all.second)};
-}
-
-/// True in every thread of the last of `blocks` blocks that call this with the same counter. The
-/// earlier writes of the other blocks are visible to the last block. Its atomicInc wraps the
-/// counter to zero for the next launch.
-__device__ __forceinline__ bool is_last_block(unsigned* counter, unsigned blocks) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicInc(counter, blocks - 1) == blocks - 1;
-  }
-  __syncthreads();
-  __threadfence();
-  return last;
-}
-
 /// The number of threads that merge the ranks' records of one channel: a power of two, at most 32.
 __device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
   int lanes = 1;
@@ -220,14 +195,57 @@ __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int6
   a.running_var.store(channel, update_running_var(a.running_var.load(channel, 0), all, factor));
 }
 
-/// The work per channel in the reducing launch. `all` is relative to `high`.
+/// The work per channel in the reducing launch, of the sums of dy and dy * (x - mean).
 __device__ __forceinline__ void finish_reduction(const GradientArguments& a, int64_t channel,
-                                                 int64_t channels, const Sums& all, double high) {
-  const double sum_dy_xmu = all.second - (a.mean[channel] - high) * all.first;
+                                                 int64_t channels, const Sums& all) {
   a.sums[channel] = all.first;
-  a.sums[channels + channel] = sum_dy_xmu;
+  a.sums[channels + channel] = all.second;
   a.dbias.store(channel, all.first);
-  a.dweight.store(channel, sum_dy_xmu * a.invstd[channel]);
+  a.dweight.store(channel, all.second * a.invstd[channel]);
+}
+
+// Note [Blocks that share a channel]
+// Each writes its sums to `partial` [channels][splits], and a launch of its own adds them: one warp
+// per channel. A channel with one block is finished by that block.
+
+/// The part of the statistics launch after a block's sums of a channel, which are moments about
+/// `origin`. Until the sums are added, the record holds the origin in the place of the mean.
+__device__ __forceinline__ void give_statistics(const Sums& sums, double origin, double count,
+                                                int64_t channel, int64_t channels, int split,
+                                                int splits, Sums* partial, double* record) {
+  if (splits > 1) {
+    partial[channel * splits + split] = sums;
+    if (split == 0) record[channel] = origin;
+  } else {
+    from_moments(sums, origin, count, record + channel, record + channels + channel);
+  }
+}
+
+/// The same in the reducing launch. The second sum is with x - high.
+__device__ __forceinline__ void give_reduction(const GradientArguments& a, Sums sums, double high,
+                                               int64_t channel, int64_t channels, int split,
+                                               int splits, Sums* partial) {
+  sums.second -= (a.mean[channel] - high) * sums.first;
+  if (splits > 1) {
+    partial[channel * splits + split] = sums;
+  } else {
+    finish_reduction(a, channel, channels, sums);
+  }
+}
+
+/// Adds the sums of each channel, and calls finish(channel, sums) in one thread of its warp.
+template <typename F>
+__device__ __forceinline__ void merge_splits(int64_t channels, int splits, const Sums* partial,
+                                             F&& finish) {
+  const int64_t channel = (static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  Sums all{0, 0};
+  for (int i = lane; channel < channels && i < splits; i += 32) {
+    all.first += partial[channel * splits + i].first;
+    all.second += partial[channel * splits + i].second;
+  }
+  all = {warp_sum(all.first), warp_sum(all.second)};
+  if (channel < channels && lane == 0) finish(channel, all);
 }
 
 /// The coefficients with which a block normalizes a channel. All lanes that share the channel must

@@ -166,8 +166,7 @@ constexpr int kRowsThreads = 512;  // per block of a reduction
 constexpr int kMaxTileChannels = 64;
 
 /// A row of threads covers 128 bytes. Reductions get one large block per multiprocessor, because
-/// the last block of a tile reads the sums of all others. Elementwise passes get as many blocks as
-/// fit.
+/// the sums of all blocks are added afterwards. Elementwise passes get as many blocks as fit.
 inline RowsPlan plan_rows(int64_t rows, int64_t channels, int element_bytes, bool pointers_aligned,
                           DeviceLimits limits, bool reduces) {
   const int threads = reduces ? kRowsThreads : kBlockThreads;
@@ -189,5 +188,14 @@ inline RowsPlan plan_rows(int64_t rows, int64_t channels, int element_bytes, boo
   plan.splits = rows > 0 ? static_cast<int>(ceil_div(rows, plan.rows_per_split)) : 1;
   return plan;
 }
+
+// ---- sums of blocks that share a channel -------------------------------------------------------
+
+/// One warp per channel adds the sums of `splits` blocks.
+struct MergePlan {
+  int64_t channels;
+  int splits;
+  int64_t blocks() const { return ceil_div(channels, kBlockThreads / 32); }
+};
 
 }  // namespace apex::kernels

@@ -7,31 +7,10 @@
 
 namespace apex::kernels {
 
-/// Adds the sums of the blocks that share a channel. Returns true in the last block, whose first
-/// warp gets the total, and false in the others.
-__device__ __forceinline__ bool merge_splits(const PlanesPlan& plan, int64_t channel, int split,
-                                             double* partial, unsigned* counters, Sums& all) {
-  if (plan.splits == 1) {
-    return true;
-  }
-  double* slots = partial + channel * plan.splits * 2;
-  if (threadIdx.x == 0) {
-    slots[2 * split] = all.first;
-    slots[2 * split + 1] = all.second;
-  }
-  if (!is_last_block(counters + channel, plan.splits)) {
-    return false;
-  }
-  if (threadIdx.x < 32) {
-    all = warp_sum_slots(slots, plan.splits);
-  }
-  return true;
-}
-
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
-    planes_statistics_kernel(PlanesPlan plan, const T* __restrict__ x, double* __restrict__ record,
-                             double* partial, unsigned* counters, int64_t* num_batches) {
+    planes_statistics_kernel(PlanesPlan plan, Sums* partial, const T* __restrict__ x,
+                             double* __restrict__ record, int64_t* num_batches) {
   using A = Acc<T>;
   const int64_t channel = blockIdx.x / plan.splits;
   const int split = static_cast<int>(blockIdx.x % plan.splits);
@@ -70,14 +49,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     merge_registers(mine, values);
   }
-  Sums all = block_sum(to_moments(mine.mean, mine.m2, mine.count));
-  if (!merge_splits(plan, channel, split, partial, counters, all)) {
-    return;
-  }
+  const Sums all = block_sum(to_moments(mine.mean, mine.m2, mine.count));
   if (threadIdx.x == 0) {
-    from_moments(all, static_cast<double>(origin),
-                 static_cast<double>(plan.sizes.batch * plan.sizes.plane), record + channel,
-                 record + channels + channel);
+    give_statistics(all, static_cast<double>(origin),
+                    static_cast<double>(plan.sizes.batch * plan.sizes.plane), channel, channels,
+                    split, plan.splits, partial, record);
   }
 }
 
@@ -139,8 +115,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    planes_reduce_kernel(PlanesPlan plan, GradientArguments a, double* partial,
-                         unsigned* counters) {
+    planes_reduce_kernel(PlanesPlan plan, Sums* partial, GradientArguments a) {
   using A = Acc<T>;
   const int64_t channel = blockIdx.x / plan.splits;
   const int split = static_cast<int>(blockIdx.x % plan.splits);
@@ -173,12 +148,10 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       dot += part_dot;
     }
   });
-  Sums all = block_sum({static_cast<double>(sum), static_cast<double>(dot)});
-  if (!merge_splits(plan, channel, split, partial, counters, all)) {
-    return;
-  }
+  const Sums all = block_sum({static_cast<double>(sum), static_cast<double>(dot)});
   if (threadIdx.x == 0) {
-    finish_reduction(a, channel, channels, all, static_cast<double>(high));
+    give_reduction(a, all, static_cast<double>(high), channel, channels, split, plan.splits,
+                   partial);
   }
 }
 

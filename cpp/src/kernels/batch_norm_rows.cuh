@@ -26,14 +26,12 @@ struct RowsPlace {
         inside(channel < plan.channels) {}
 };
 
-/// Adds the sums of a tile over the rows of the block, then over the blocks that share the tile.
-/// Returns the tile's totals [2][tile_channels] in the last block, and null in the others.
-template <int kVector>
-__device__ __forceinline__ const double* merge_tile(const RowsPlan& plan, const RowsPlace& place,
-                                                    Sums (&mine)[kVector], double* partial,
-                                                    unsigned* counters) {
-  __shared__ double warps[kRowsThreads / 32][2][kMaxTileChannels];
-  __shared__ double totals[2 * kMaxTileChannels];
+/// Adds the sums of each channel of the tile over the rows of the block, and calls
+/// give(channel, sums).
+template <int kVector, typename F>
+__device__ __forceinline__ void sum_rows(const RowsPlan& plan, const RowsPlace& place,
+                                         Sums (&mine)[kVector], F&& give) {
+  __shared__ Sums warps[kRowsThreads / 32][kMaxTileChannels];
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -42,53 +40,28 @@ __device__ __forceinline__ const double* merge_tile(const RowsPlan& plan, const 
       mine[i].second += __shfl_xor_sync(0xffffffffu, mine[i].second, offset);
     }
     if (lane < plan.threads_x) {
-      warps[threadIdx.x / 32][0][lane * kVector + i] = mine[i].first;
-      warps[threadIdx.x / 32][1][lane * kVector + i] = mine[i].second;
+      warps[threadIdx.x / 32][lane * kVector + i] = mine[i];
     }
   }
   __syncthreads();
   const int width = plan.tile_channels();
-  double* slots = partial + place.tile * plan.splits * 2 * width;
-  for (int i = threadIdx.x; i < 2 * width; i += kRowsThreads) {
-    double sum = 0;
+  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
+    const int64_t channel = place.tile * width + i;
+    Sums all{0, 0};
     for (int warp = 0; warp < kRowsThreads / 32; ++warp) {
-      sum += warps[warp][i / width][i % width];
+      all.first += warps[warp][i].first;
+      all.second += warps[warp][i].second;
     }
-    (plan.splits == 1 ? totals : slots + place.split * 2 * width)[i] = sum;
-  }
-  if (plan.splits == 1) {
-    __syncthreads();
-    return totals;
-  }
-  if (!is_last_block(counters + place.tile, plan.splits)) {
-    return nullptr;
-  }
-  // n threads per sum; each adds every n-th split. 2 * width and kRowsThreads are powers of two,
-  // and width is at most kMaxTileChannels, so n >= 4.
-  double* scratch = &warps[0][0][0];
-  const int n = kRowsThreads / (2 * width);
-  const int column = threadIdx.x % (2 * width);
-  const int group = threadIdx.x / (2 * width);
-  double sum = 0;
-  for (int split = group; split < plan.splits; split += n) {
-    sum += __ldcg(slots + split * 2 * width + column);
-  }
-  scratch[threadIdx.x] = sum;
-  __syncthreads();
-  if (group == 0) {
-    for (int i = 1; i < n; ++i) {
-      sum += scratch[i * 2 * width + column];
+    if (channel < plan.channels) {
+      give(channel, all);
     }
-    totals[column] = sum;
   }
-  __syncthreads();
-  return totals;
 }
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowsThreads)
-    rows_statistics_kernel(RowsPlan plan, const T* __restrict__ x, double* __restrict__ record,
-                           double* partial, unsigned* counters, int64_t* num_batches) {
+    rows_statistics_kernel(RowsPlan plan, Sums* partial, const T* __restrict__ x,
+                           double* __restrict__ record, int64_t* num_batches) {
   using A = Acc<T>;
   const RowsPlace place(plan, blockIdx.x);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -156,19 +129,11 @@ __global__ void __launch_bounds__(kRowsThreads)
   for (int i = 0; i < kVector; ++i) {
     mine[i] = to_moments(mean[i], m2[i], count);
   }
-  const double* totals = merge_tile(plan, place, mine, partial, counters);
-  if (totals == nullptr) {
-    return;
-  }
-  const int width = plan.tile_channels();
-  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
-    const int64_t channel = place.tile * width + i;
-    if (channel < plan.channels) {
-      const double start = plan.rows > 0 ? static_cast<double>(widen(x[channel])) : 0.0;
-      from_moments({totals[i], totals[width + i]}, start, static_cast<double>(plan.rows),
-                   record + channel, record + plan.channels + channel);
-    }
-  }
+  sum_rows(plan, place, mine, [&](int64_t channel, const Sums& all) {
+    const double start = plan.rows > 0 ? static_cast<double>(widen(x[channel])) : 0.0;
+    give_statistics(all, start, static_cast<double>(plan.rows), channel, plan.channels, place.split,
+                    plan.splits, partial, record);
+  });
 }
 
 /// Calls f(offset, number of loads) until the thread has processed its rows: kLoads at a time, then
@@ -243,7 +208,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowsThreads)
-    rows_reduce_kernel(RowsPlan plan, GradientArguments a, double* partial, unsigned* counters) {
+    rows_reduce_kernel(RowsPlan plan, Sums* partial, GradientArguments a) {
   using A = Acc<T>;
   const RowsPlace place(plan, blockIdx.x);
   Sums mine[kVector] = {};
@@ -281,18 +246,10 @@ __global__ void __launch_bounds__(kRowsThreads)
       mine[i] = {static_cast<double>(sum[i]), static_cast<double>(dot[i])};
     }
   }
-  const double* totals = merge_tile(plan, place, mine, partial, counters);
-  if (totals == nullptr) {
-    return;
-  }
-  const int width = plan.tile_channels();
-  for (int i = threadIdx.x; i < width; i += kRowsThreads) {
-    const int64_t channel = place.tile * width + i;
-    if (channel < plan.channels) {
-      finish_reduction(a, channel, plan.channels, {totals[i], totals[width + i]},
-                       static_cast<double>(static_cast<A>(a.mean[channel])));
-    }
-  }
+  sum_rows(plan, place, mine, [&](int64_t channel, const Sums& all) {
+    give_reduction(a, all, static_cast<double>(static_cast<A>(a.mean[channel])), channel,
+                   plan.channels, place.split, plan.splits, partial);
+  });
 }
 
 template <typename T, int kVector>

@@ -43,12 +43,9 @@ class Launch {
   Launch& writes_channels(const double* data, int64_t per_channel = 1) {
     return writes(data, 8 * per_channel * call_.sizes.channels);
   }
-  Launch& reads(const ChannelParam& param) { return reads(param.data, bytes(param)); }
-  Launch& writes(const ChannelParam& param) { return writes(param.data, bytes(param)); }
-  Launch& works() {
-    return writes(call_.partial, 8 * partial_length(call_))
-        .writes(call_.counters, 4 * counters_length(call_));
-  }
+  Launch& reads(const ChannelArray& array) { return add(array, false); }
+  Launch& writes(const ChannelArray& array) { return add(array, true); }
+  Launch& works() { return writes(call_.partial, 8 * partial_length(call_)); }
 
   int run(const std::function<int()>& compute) {
     const auto error = std::make_shared<int>(0);  // a capture may keep the operation
@@ -61,11 +58,9 @@ class Launch {
     return c10::Stream(c10::Stream::UNSAFE, fake::device(),
                        reinterpret_cast<c10::StreamId>(call_.stream));
   }
-  int64_t bytes(const ChannelParam& param) const {
-    const int64_t size = param.type == ParamType::kFloat64   ? 8
-                         : param.type == ParamType::kFloat32 ? 4
-                                                             : 2;
-    return call_.sizes.channels == 0 ? 0 : size * ((call_.sizes.channels - 1) * param.stride + 1);
+  Launch& add(const ChannelArray& array, bool writes) {
+    return add(array.narrow, 4 * call_.sizes.channels, writes)
+        .add(array.wide, 8 * call_.sizes.channels, writes);
   }
   Launch& add(const void* data, int64_t bytes, bool writes) {
     if (data != nullptr && bytes > 0)

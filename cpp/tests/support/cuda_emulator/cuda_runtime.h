@@ -103,9 +103,6 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
   apex::testing::cuda::detail::barrier({file, line});
 }
 
-/// A no-op: all threads run on one processor, which sees its own writes in order.
-inline void __threadfence() {}
-
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, const char* file = __builtin_FILE(),
                   int line = __builtin_LINE()) {
@@ -115,15 +112,4 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, const char* file = __bu
   bits = apex::testing::cuda::detail::exchange(mask, bits, lane_mask, {file, line});
   std::memcpy(&value, &bits, sizeof(T));
   return value;
-}
-
-template <typename T>
-T __ldcg(const T* pointer) {
-  return *pointer;
-}
-
-inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  const unsigned old = *address;
-  *address = old >= limit ? 0 : old + 1;
-  return old;
 }
