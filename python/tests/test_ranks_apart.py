@@ -239,7 +239,7 @@ def _runs_two_models_in_another_order(rank: int, world: int) -> str:
 
 def test_models_of_equal_layers_are_told_apart(ranks: RankPool) -> None:
     for message in ranks.run(2, _runs_two_models_in_another_order):
-        assert "the ranks are in different batch norm layers" in message
+        assert "the ranks are in different collectives" in message
 
 
 def _refuses_and_goes_on(rank: int, world: int, channel: str) -> str:

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The operators from ATen's batch norm, for any device that has it. They exchange the same messages
-// as the CUDA kernels. Elements are computed as in torch's batch norm, channels in float64. The
-// host merges the statistics of the ranks, so a forward waits for the device.
+// as the CUDA kernels. ATen computes elements, and loops on the host compute channels in float64,
+// so the host waits for a device.
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "kernels/batch_norm_math.h"
@@ -16,24 +20,26 @@
 namespace apex::parallel::detail {
 namespace {
 
-/// Views of tensors in one layout as ATen processes them fastest: planes as [N, C, S], rows as
-/// [1, C, R, 1] in channels-last memory.
-class Flat {
+/// What both directions begin with. Views of tensors in one layout as ATen processes them fastest:
+/// planes as they are, rows as [1, C, R, 1] in channels-last memory.
+class Call {
  public:
-  explicit Flat(const at::Tensor& x) : x_(x), sizes_(x) {}
+  template <typename Arguments>
+  explicit Call(const Arguments& a)
+      : peers(checked_peers(a)), x(in_layout(a.input)), channels(x.size(1)), sizes_(x) {}
 
-  at::Tensor operator()(const at::Tensor& tensor) const {
+  at::Tensor flat(const at::Tensor& tensor) const {
     const auto& [batch, channels, plane] = sizes_.planes;
-    if (!sizes_.rows) return tensor.view({batch, channels, plane});
+    if (!sizes_.rows) return tensor;
     return tensor.movedim(1, -1).view({1, batch * plane, 1, channels}).permute({0, 3, 1, 2});
   }
 
   /// The inverse for a result of ATen.
   at::Tensor restore(const at::Tensor& flat) const {
-    if (!sizes_.rows) return flat.view(x_.sizes());
+    if (!sizes_.rows) return flat;
     const at::Tensor rows = flat.permute({0, 2, 3, 1});
-    if (x_.is_contiguous()) return rows.reshape(x_.sizes());
-    return rows.reshape(x_.movedim(1, -1).sizes()).movedim(-1, 1);
+    if (x.is_contiguous()) return rows.reshape(x.sizes());
+    return rows.reshape(x.movedim(1, -1).sizes()).movedim(-1, 1);
   }
 
   /// Calls f with one part of each of the flat tensors after the other. On the CPU temporaries of a
@@ -41,8 +47,9 @@ class Flat {
   template <typename F>
   void for_each_part(const std::array<at::Tensor, 3>& tensors, F&& f) const {
     const int64_t dim = sizes_.rows ? 2 : 0, size = tensors[0].size(dim);
-    const int64_t numel = x_.is_cpu() ? kPart : x_.numel();
-    const int64_t step = std::max<int64_t>(1, numel / (x_.numel() / size));
+    const int64_t numel = x.is_cpu() ? kPart : x.numel();
+    const int64_t step = std::max<int64_t>(1, numel / (x.numel() / size));
+    if (step >= size) return f(tensors);
     for (int64_t i = 0; i < size; i += step) {
       std::array<at::Tensor, 3> parts;
       for (size_t t = 0; t < 3; ++t) parts[t] = tensors[t].narrow(dim, i, std::min(step, size - i));
@@ -52,55 +59,108 @@ class Flat {
 
   int64_t values_per_channel() const { return sizes_.planes.batch * sizes_.planes.plane; }
 
+  /// The type in which ATen computes channels.
+  at::ScalarType computing() const {
+    return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  }
+
+  /// Whether ATen computes in the type of the elements.
+  bool is_wide() const { return x.scalar_type() == computing(); }
+
+  const Peers peers;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor x;
+  const int64_t channels;
+
  private:
   static constexpr int64_t kPart = int64_t{1} << 17;
-  const at::Tensor x_;
   const Sizes sizes_;
 };
 
-/// The device of `x`, and the type in which ATen computes its channels.
-at::TensorOptions computing(const at::Tensor& x) {
-  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+using Channels = std::vector<double>;
+
+at::Tensor on_host(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : tensor.cpu(); }
+
+at::Tensor on_device_of(const at::Tensor& x, const at::Tensor& host) {
+  return x.is_cpu() ? host : host.to(x.device());
 }
 
-at::Tensor computed(const at::Tensor& tensor, const at::Tensor& x) {
-  return tensor.to(computing(x)).contiguous();
+/// Calls f(channel, value) for values [C] of any floating type and stride in host memory.
+template <typename F>
+void each_channel(const at::Tensor& host, F&& f) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, host.scalar_type(), "batch norm", [&] {
+    auto* value = static_cast<scalar_t*>(host.mutable_data_ptr());
+    const int64_t channels = host.numel(), stride = host.stride(0);
+    for (int64_t c = 0; c < channels; ++c, value += stride) f(c, *value);
+  });
 }
 
-OptionalTensor computed(const OptionalTensor& tensor, const at::Tensor& x) {
-  return present(tensor) ? OptionalTensor(computed(*tensor, x)) : std::nullopt;
+void read(const at::Tensor& tensor, double* to) {
+  each_channel(on_host(tensor),
+               [to](int64_t c, auto value) { to[c] = static_cast<double>(value); });
 }
 
-/// (x - mean) / sqrt(var + eps) * weight + bias.
-at::Tensor normalize(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const at::Tensor& mean, const at::Tensor& var, double eps) {
-  return std::get<0>(at::native_batch_norm(x, weight, bias, mean, var, /*training=*/false,
-                                           /*momentum=*/0, eps));
+/// The values of a tensor [C]; `absent` without it.
+Channels values_of(const OptionalTensor& tensor, int64_t channels, double absent = 0) {
+  Channels values(static_cast<size_t>(channels), absent);
+  if (present(tensor)) read(*tensor, values.data());
+  return values;
+}
+
+/// Tensors [C] in the computing type: tensor i has value i of the arrays of(T, channel).
+template <size_t kCount, typename Of>
+std::array<at::Tensor, kCount> coefficients(const Call& call, Of&& of) {
+  std::array<at::Tensor, kCount> tensors;
+  for (at::Tensor& tensor : tensors) tensor = at::empty({call.channels}, call.computing());
+  AT_DISPATCH_FLOATING_TYPES(call.computing(), "batch norm", [&] {
+    std::array<scalar_t*, kCount> to;
+    for (size_t i = 0; i < kCount; ++i) to[i] = tensors[i].template mutable_data_ptr<scalar_t>();
+    for (int64_t c = 0; c < call.channels; ++c) {
+      const std::array<scalar_t, kCount> values = of(scalar_t(), c);
+      for (size_t i = 0; i < kCount; ++i) to[i][c] = values[i];
+    }
+  });
+  for (at::Tensor& tensor : tensors) tensor = on_device_of(call.x, tensor);
+  return tensors;
+}
+
+/// (x - high) * scale + shift, where `k` begins with high, scale, shift and ones.
+template <size_t kCount>
+at::Tensor transform(const at::Tensor& x, const std::array<at::Tensor, kCount>& k) {
+  return std::get<0>(at::native_batch_norm(x, k[1], k[2], /*running_mean=*/k[0],
+                                           /*running_var=*/k[3], /*training=*/false,
+                                           /*momentum=*/0, /*eps=*/0));
 }
 
 /// This rank's record for merge(): mean[C], m2[C], count.
-at::Tensor record_of(const at::Tensor& x, const Flat& flat) {
-  const int64_t channels = x.size(1), count = flat.values_per_channel();
-  const auto float64 = x.options().dtype(at::kDouble);
-  if (count == 0) return at::zeros({kernels::statistics_length(channels)}, float64);
-  // The arguments for running statistics select the type of the result.
-  const auto [mean, var] = at::batch_norm_update_stats(flat(x), at::zeros({channels}, computing(x)),
-                                                       at::ones({channels}, computing(x)), 0);
-  at::Tensor record = at::cat({mean, var, at::full({1}, count, float64)});
-  record.narrow(0, channels, channels).mul_(count);
+at::Tensor record_of(const Call& call) {
+  const int64_t channels = call.channels, count = call.values_per_channel();
+  at::Tensor record = at::empty({kernels::statistics_length(channels)}, at::kDouble);
+  if (count == 0 || channels == 0) return record.zero_();
+  // The arguments for running statistics select float32 results of 16-bit input.
+  const OptionalTensor zeros =
+      call.is_wide() ? OptionalTensor()
+                     : at::zeros({channels}, call.x.options().dtype(call.computing()));
+  const auto [mean, var] = at::batch_norm_update_stats(call.flat(call.x), zeros, zeros, 0);
+  auto* const to = record.mutable_data_ptr<double>();
+  read(mean, to);
+  read(var, to + channels);
+  for (int64_t c = 0; c < channels; ++c) to[channels + c] *= static_cast<double>(count);
+  to[2 * channels] = static_cast<double>(count);
   return record;
 }
 
-/// Statistics of all ranks, in float64 on the CPU.
+/// Statistics of all ranks.
 struct Statistics {
-  at::Tensor mean, var;
+  at::Tensor mean;  ///< float64, on the host
+  Channels var;
   double count = 0;
 };
 
 Statistics merge(const at::Tensor& records, int64_t channels) {
-  Statistics all{at::zeros({channels}, at::kDouble), at::zeros({channels}, at::kDouble)};
+  Statistics all{at::empty({channels}, at::kDouble), Channels(static_cast<size_t>(channels))};
   auto* const mean = all.mean.mutable_data_ptr<double>();
-  auto* const var = all.var.mutable_data_ptr<double>();
+  std::fill_n(mean, channels, 0.0);
   const auto* const begin = records.const_data_ptr<double>();
   const auto* const end = begin + records.numel();
   const int64_t length = kernels::statistics_length(channels);
@@ -114,7 +174,7 @@ Statistics merge(const at::Tensor& records, int64_t channels) {
     const double share = rank[2 * channels] / all.count;
     for (int64_t c = 0; c < channels; ++c) {
       const double delta = rank[c] - mean[c];
-      var[c] += rank[channels + c] / all.count + share * delta * delta;
+      all.var[c] += rank[channels + c] / all.count + share * delta * delta;
     }
   }
   return all;
@@ -129,79 +189,121 @@ void update_running(const ForwardArguments& a, const Statistics& all) {
   if (!a.momentum && present(a.num_batches_tracked) && present(a.running_mean)) {
     factor = 1 / a.num_batches_tracked->item<double>();
   }
-  const auto update = [&](const OptionalTensor& running, const at::Tensor& value) {
-    if (present(running)) running->lerp_(value.to(running->options()), factor);
+  const auto update = [&](const OptionalTensor& running, const double* values, double scale) {
+    if (!present(running)) return;
+    const at::Tensor host = on_host(*running);
+    each_channel(host, [&](int64_t c, auto& value) {
+      const double before = static_cast<double>(value);
+      value = static_cast<std::decay_t<decltype(value)>>(before +
+                                                         factor * (scale * values[c] - before));
+    });
+    if (!running->is_cpu()) running->copy_(host);
   };
-  update(a.running_mean, all.mean);
-  update(a.running_var, all.var * (all.count / (all.count - 1)));
+  update(a.running_mean, all.mean.const_data_ptr<double>(), 1);
+  update(a.running_var, all.var.data(), all.count / (all.count - 1));
 }
 
 }  // namespace
 
 ForwardResult forward_composed(const ForwardArguments& a) {
-  const Peers peers = checked_peers(a);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor x = in_layout(a.input);
-  const Flat flat(x);
-  const int64_t channels = x.size(1);
-  at::Tensor records = record_of(x, flat);
-  if (peers) records = all_gather(peers, records, Direction::kForward, channels);
-  const Statistics all = merge(records.cpu(), channels);
-  check_more_than_one_value(a.input, static_cast<int64_t>(all.count));
-  const at::Tensor mean = computed(all.mean, x), var = computed(all.var, x);
+  const Call call(a);
+  const at::Tensor& x = call.x;
+  at::Tensor records = record_of(call);
+  if (call.peers) {
+    records = on_host(
+        all_gather(call.peers, on_device_of(x, records), Direction::kForward, call.channels));
+  }
+  const Statistics all = merge(records, call.channels);
+  const auto count = static_cast<int64_t>(all.count);
+  check_more_than_one_value(a.input, count);
   update_running(a, all);
-  const at::Tensor output = x.numel() == 0
-                                ? at::empty_like(x)
-                                : flat.restore(normalize(flat(x), computed(a.weight, x),
-                                                         computed(a.bias, x), mean, var, a.eps));
-  return {output, all.mean.to(x.device()), (all.var + a.eps).rsqrt_().to(x.device()),
-          at::full({1}, static_cast<int64_t>(all.count), x.options().dtype(at::kLong))};
+  const at::Tensor invstd = at::empty_like(all.mean), counted = at::empty({1}, at::kLong);
+  const auto* const mean = all.mean.const_data_ptr<double>();
+  auto* const inverse = invstd.mutable_data_ptr<double>();
+  for (int64_t c = 0; c < call.channels; ++c) inverse[c] = 1 / std::sqrt(all.var[c] + a.eps);
+  *counted.mutable_data_ptr<int64_t>() = count;
+  at::Tensor output;
+  if (x.numel() == 0) {
+    output = at::empty_like(x);
+  } else {
+    const Channels weight = values_of(a.weight, call.channels, 1),
+                   bias = values_of(a.bias, call.channels);
+    const auto all_k = coefficients<4>(call, [&](auto type, int64_t c) {
+      using T = decltype(type);
+      const auto k = kernels::normalize_coefficients<T>(mean[c], inverse[c], weight[c], bias[c]);
+      return std::array<T, 4>{k.high, k.scale, k.shift, T(1)};
+    });
+    output = call.restore(transform(call.flat(x), all_k));
+  }
+  return {output, on_device_of(x, all.mean), on_device_of(x, invstd), on_device_of(x, counted)};
 }
 
 BackwardResult backward_composed(const BackwardArguments& a) {
-  const Peers peers = checked_peers(a);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor x = in_layout(a.input);
-  const Flat flat(x);
-  const int64_t channels = x.size(1);
-  const auto zeros = [&] { return at::zeros({channels}, computing(x)); };
-  const at::Tensor ones = at::ones({channels}, computing(x));
-  const at::Tensor weight = present(a.weight) ? computed(*a.weight, x) : ones;
-  const at::Tensor mean = computed(a.mean, x), invstd = computed(a.invstd, x);
+  const Call call(a);
+  const at::Tensor& x = call.x;
+  const int64_t channels = call.channels;
   const bool empty = x.numel() == 0;
-  at::Tensor dy, sum, dot;
+  const Channels mean = values_of(a.mean, channels), invstd = values_of(a.invstd, channels);
+  const at::Tensor sums = at::zeros({2 * channels}, at::kDouble);
+  auto* const sum_dy = sums.mutable_data_ptr<double>();
+  auto* const sum_dy_xmu = sum_dy + channels;  // of dy * (x - mean)
+  at::Tensor dy;
   if (!empty) {
-    dy = flat(in_layout_of(x, a.grad_output.to(x.scalar_type())));
+    dy = call.flat(in_layout_of(x, a.grad_output.to(x.scalar_type())));
+    const auto [high, scale] = coefficients<2>(call, [&](auto type, int64_t c) {
+      using T = decltype(type);
+      return std::array<T, 2>{static_cast<T>(mean[c]), static_cast<T>(invstd[c])};
+    });
+    // The argument for the weight selects the type of the results, which do not depend on it.
     const auto gradients =
-        at::native_batch_norm_backward(dy, flat(x), weight, {}, {}, mean, invstd, /*train=*/true,
-                                       /*eps=*/0, {false, true, true});
-    dot = std::get<1>(gradients);  // with (x - mean) * invstd
-    sum = std::get<2>(gradients);
-  } else {
-    dot = zeros();
-    sum = zeros();
+        at::native_batch_norm_backward(dy, call.flat(x), /*weight=*/scale, {}, {}, high, scale,
+                                       /*train=*/true, /*eps=*/0, {false, true, true});
+    read(std::get<1>(gradients), sum_dy_xmu);  // with (x - high) * scale
+    read(std::get<2>(gradients), sum_dy);
+    const Channels rounded = values_of(high, channels), factor = values_of(scale, channels);
+    for (int64_t c = 0; c < channels; ++c)
+      sum_dy_xmu[c] = sum_dy_xmu[c] / factor[c] - (mean[c] - rounded[c]) * sum_dy[c];
   }
-  const auto parameter = [&](bool needed, const at::Tensor& gradient) {
-    return needed ? gradient.to(parameter_options(a)) : at::empty({0}, parameter_options(a));
+  const auto parameter = [&](bool needed, auto&& of) {
+    const auto options = parameter_options(a);
+    const at::Tensor host = at::empty({needed ? channels : 0}, options.device(at::kCPU));
+    each_channel(host, [&](int64_t c, auto& value) {
+      value = static_cast<std::decay_t<decltype(value)>>(of(c));
+    });
+    return on_device_of(x, host);
   };
-  const at::Tensor dweight = parameter(a.needs[1], dot), dbias = parameter(a.needs[2], sum);
+  const at::Tensor dweight =
+                       parameter(a.needs[1], [&](int64_t c) { return sum_dy_xmu[c] * invstd[c]; }),
+                   dbias = parameter(a.needs[2], [&](int64_t c) { return sum_dy[c]; });
   if (!a.needs[0]) return {at::empty({0}, x.options()), dweight, dbias};
-  at::Tensor means = at::cat({sum, dot / invstd}).to(at::kDouble);
-  if (peers) all_reduce(peers, means, Direction::kBackward, channels);
+  at::Tensor all = sums;
+  if (call.peers) {
+    all = on_device_of(x, sums);
+    all_reduce(call.peers, all, Direction::kBackward, channels);
+    all = on_host(all);
+  }
   if (empty) return {at::empty_like(x), dweight, dbias};
-  means = computed(means.div_(a.count.clamp_min(1)), x);
-  // dx = scale * (dy - mean(dy)) - scale * xhat * mean(dy * xhat). The terms may cancel, so they
-  // are not rounded to 16 bits.
-  const at::Tensor scale = invstd * weight, mean_dy = means.narrow(0, 0, channels),
-                   of_x = means.narrow(0, channels, channels) * invstd.square() * scale;
-  const at::Tensor dx = at::empty_like(flat(x));
-  flat.for_each_part({flat(x), dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
-    at::Tensor result = part[2];
-    const auto wide = [&](size_t t) { return part[t].to(computing(x)); };
-    at::sub_out(result, normalize(wide(1), scale, {}, mean_dy, ones, /*eps=*/0),
-                normalize(wide(0), of_x, {}, mean, ones, /*eps=*/0));
+  const auto* const all_dy = all.const_data_ptr<double>();
+  const Channels weight = values_of(a.weight, channels, 1);
+  const int64_t count = *on_host(a.count).const_data_ptr<int64_t>();
+  const double inverse_count = count > 0 ? 1.0 / static_cast<double>(count) : 0;
+  const auto all_k = coefficients<5>(call, [&](auto type, int64_t c) {
+    using T = decltype(type);
+    const auto k = kernels::gradient_coefficients<T>(mean[c], invstd[c], weight[c], all_dy[c],
+                                                     all_dy[channels + c], inverse_count);
+    return std::array<T, 5>{k.high, k.x_scale, k.shift, T(1), k.dy_scale};
   });
-  return {flat.restore(dx), dweight, dbias};
+  const at::Tensor flat = call.flat(x), dx = at::empty_like(flat);
+  std::vector<int64_t> shape(static_cast<size_t>(flat.dim()) - 1, 1);
+  shape[0] = channels;
+  const at::Tensor dy_scale = all_k[4].view(shape);
+  // The terms may cancel, so they are not rounded to 16 bits.
+  call.for_each_part({flat, dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
+    const auto wide = [&](size_t t) { return part[t].to(call.computing()); };
+    at::Tensor result = part[2];
+    at::addcmul_out(result, transform(wide(0), all_k), wide(1), dy_scale);
+  });
+  return {call.restore(dx), dweight, dbias};
 }
 
 }  // namespace apex::parallel::detail

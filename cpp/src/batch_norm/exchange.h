@@ -44,9 +44,9 @@ class APEX_API BeforeExchange {
   int exceptions_;
 };
 
-/// Concatenates the `local` [n] of every rank. Blocks the stream (CUDA) or the host (CPU). Over
-/// Gloo it throws RankMismatch on every rank if the ranks are in different exchanges; see Note
-/// [Ranks in different layers].
+/// Concatenates the `local` [n] of every rank. Blocks the stream (CUDA) or the host (CPU). On the
+/// CPU it throws RankMismatch if the ranks are in different exchanges; see Note [Ranks in different
+/// layers].
 APEX_API at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
                                int64_t channels);
 

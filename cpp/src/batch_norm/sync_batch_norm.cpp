@@ -285,7 +285,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.num_batches_tracked = num_batches_tracked;
   if (is_training()) {
     a.process_group = group_in_training();
-    a.layer_name = layer_name;
+    if (!announces_collectives()) a.layer_name = layer_name;  // peers may not know it
   }
   return sync_batch_norm(input, a, is_training());
 }

@@ -38,7 +38,6 @@ struct WatchedGroup {
   int size = 1;
   std::chrono::milliseconds timeout{0};  ///< timeout of its collectives; 0: unknown
   std::shared_ptr<Board> board;          ///< shared by all channels of a group
-  std::atomic<int64_t> exchanges{0};     ///< number of batch-norm exchanges
   std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
   std::atomic<Clock::time_point> waits_since;
   std::atomic<bool> asked{false};  ///< a rank may have reported a stall of the last call

@@ -277,8 +277,8 @@ void swapped_layers() {
     text = error.what();
   }
   require(
-      text.find("rank 0 in forward of SyncBatchNorm '0' of 3 channels") != std::string::npos &&
-          text.find("rank 1 in forward of SyncBatchNorm '1' of 3 channels") != std::string::npos,
+      text.find("forward of SyncBatchNorm '0' of 3 channels") != std::string::npos &&
+          text.find("forward of SyncBatchNorm '1' of 3 channels") != std::string::npos,
       "no mismatch, or without names: " + text);
   apex::distributed::destroy_process_group();
 }

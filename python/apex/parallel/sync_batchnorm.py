@@ -115,6 +115,8 @@ class SyncBatchNorm(_BatchNorm):
         moved = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moved else input
         group_name = self._group_name_in_training() if self.training else ""
+        # Under join() a rank that takes part without data does not know the layer.
+        layer_name = self._layer_name if group_name and joining.current() is None else ""
         y: Tensor
         if group_name or (self.training and x.is_cuda):
             update = self.track_running_stats
@@ -123,7 +125,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_mean if update else None,
                 self.running_var if update else None,
                 self.num_batches_tracked if update else None,
-                self.momentum, self.eps, group_name, self._layer_name if group_name else "",
+                self.momentum, self.eps, group_name, layer_name,
             )[0]  # fmt: skip
         else:
             y = super().forward(x)

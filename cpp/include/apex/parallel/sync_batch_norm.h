@@ -34,8 +34,7 @@
 /// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
 /// over ranks after Chan, Golub and LeVeque (The American Statistician 37(3), 1983). One collective
 /// per direction: forward all-gathers the mean, the squared deviations and the exact count in
-/// float64; backward all-reduces two sums. Between hosts both are an all-to-all over Gloo; in
-/// shared memory they are an all-gather, above 1 MiB an all-reduce.
+/// float64; backward all-reduces two sums. Over sockets both are an all-to-all of Gloo.
 
 namespace apex::parallel {
 
