@@ -52,7 +52,7 @@ from report import markdown, shorten
 
 HERE = Path(__file__).resolve().parent
 #: The reports of ranks that are all alive but call different collectives.
-APART = "out of step|in different batch norm layers|and none has ended"
+APART = "out of step|in different batch norm layers|in different collectives|and none has ended"
 
 
 class Zygote:
