@@ -32,11 +32,11 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OTHERS = (torch.complex64, torch.bool)
 KINDS = (
-    "all_reduce", "all_reduce", "all_reduce", "coalesced", "broadcast", "reduce", "all_gather",
+    "all_reduce", "all_reduce", "all_reduce", "broadcast", "reduce", "all_gather",
     "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
     "all_to_all_single", "all_to_all", "barrier", "objects", "send",
 )  # fmt: skip
-REDUCING = ("all_reduce", "coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 Check = Callable[[], None]
 
 
@@ -86,17 +86,6 @@ def value(key: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> T
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout."""
-    if layout == "contiguous" or tensor.dim() < 2:
-        return tensor.clone()
-    if layout == "transposed":
-        return tensor.t().contiguous().t()
-    wide = torch.zeros(tensor.shape[0], tensor.shape[1] + 3, dtype=tensor.dtype)
-    wide[:, 1:-2] = tensor
-    return wide[:, 1:-2]
-
-
 def same(got: Tensor, wanted: Tensor, what: str) -> None:
     equal = got.shape == wanted.shape and got.dtype == wanted.dtype
     equal = equal and torch.equal(got.isnan(), wanted.isnan())
@@ -143,10 +132,6 @@ class Program:
         self.own.shuffle(self.flying)
         for work, looks in self.flying:
             way = self.own.random()
-            if not hasattr(work, "get_future"):  # coalesced collectives return the future itself
-                work.wait()
-                looks()
-                continue
             if way < 0.3:
                 work.get_future().wait()
             elif way < 0.4:
@@ -179,9 +164,7 @@ class Program:
             ops += [Op.AVG] if dtype in FLOATS else [Op.BAND, Op.BOR, Op.BXOR]
             op = draw.choice(ops)
         root = draw.choice(members)
-        layouts = [draw.choice(("contiguous", "transposed", "sliced")) for _ in members]
         lengths = [[draw.randint(0, 300) for _ in members] for _ in members]
-        count = draw.randint(1, 4)
         if self.rank not in members:
             return
         if self.own.random() < 0.1:
@@ -195,7 +178,7 @@ class Program:
             return value((self.seed, step, rank, *more), shape, dtype)
 
         def own(*more: Any) -> Tensor:
-            return laid_out(of(self.rank, *more), layouts[me])
+            return of(self.rank, *more)
 
         group, options = self.groups[index], {"group": self.groups[index], "async_op": is_async}
         work: Any = None
@@ -204,14 +187,6 @@ class Program:
             tensor = own()
             work = dist.all_reduce(tensor, op, **options)
             looks = lambda: same(tensor, combined([of(r) for r in members], op), what)  # noqa: E731
-        elif kind == "coalesced":
-            many = [own(i) for i in range(count)]
-            work = dist.all_reduce_coalesced(many, op, **options)
-
-            def looks() -> None:
-                for i, one in enumerate(many):
-                    same(one, combined([of(r, i) for r in members], op), what)
-
         elif kind == "broadcast":
             tensor = own()
             work = dist.broadcast(tensor, root, **options)
@@ -222,7 +197,7 @@ class Program:
             result = combined([of(r) for r in members], op) if self.rank == root else of(self.rank)
             looks = lambda: same(tensor, result, what)  # noqa: E731
         elif kind in ("all_gather", "gather"):
-            outputs = [laid_out(of(self.rank), layout) for layout in layouts]
+            outputs = [own() for _ in members]
             if kind == "gather":
                 given = outputs if self.rank == root else None
                 work = dist.gather(own(), given, root, **options)

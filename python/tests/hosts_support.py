@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_support import PRELOADED, RanksFailed, free_port
+import torch.distributed as dist
+from ddp_support import PRELOADED, RanksFailed
 
 TIMEOUT_S = 120
 # The effect of `unshare --pid --fork --kill-child --mount-proc`, without starting another program.
@@ -63,7 +64,10 @@ def run_on_hosts(
     context = multiprocessing.get_context("forkserver")
     variables = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "store").write_text(f"tcp://127.0.0.1:{free_port()}")
+        # As with torchrun: the store survives all ranks.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        (Path(folder) / "store").write_text(f"tcp://127.0.0.1:{store.port}")
         processes, first = [], 0
         for ranks in hosts:
             here = range(first, first + ranks)
@@ -145,7 +149,6 @@ def _serve(
 
 
 def _run_rank(folder: Path, rank: int, world: int, body: Callable[..., Any], args: Any) -> None:
-    import torch.distributed as dist
     from ddp_support import init_group
 
     try:

@@ -167,10 +167,15 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   return host_backend_of(group);
 }
 
-/// Whether Gloo runs a collective of contiguous tensors on the CPU.
-bool runs_over_gloo(c10d::ProcessGroup& group, const HostBackend* backend,
-                    const at::Tensor& tensor) {
-  if (backend) return !backend->shares_memory();
+/// The channel that carries these tensors in each collective, or null.
+std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
+                                         at::ArrayRef<at::Tensor> tensors) {
+  const auto backend = host_backend_for(what, group, tensors);
+  return backend && backend->shares_memory() ? backend->channel() : nullptr;
+}
+
+/// Whether Gloo runs a collective of contiguous tensors on the CPU that has no channel.
+bool runs_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.is_contiguous() && detail::has_backend(group, at::kCPU) &&
          distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
@@ -185,7 +190,7 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
   int64_t bytes = 0;
   const auto send = [&] {
     const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
-    const auto call = [&] { return backend.broadcast_changes(message, root, news); };
+    const auto call = [&] { return backend.channel()->broadcast(what, message, root, news); };
     wait_collective(call_collective(what, group, call), what, group);
     for (size_t i = 0; i < message.size(); ++i)
       changed[part_of[i]] = changed[part_of[i]] || (*news)[i] != 0;
@@ -254,34 +259,36 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
                                                 const at::Tensor& tensor,
                                                 c10d::ReduceOp::RedOpType op, Enqueue on) {
   const auto backend = host_backend_for(what, group, {tensor});
-  std::vector<at::Tensor> message{tensor};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  options.asyncOp = on == Enqueue::kOnOwnStream;
-  if (backend && backend->can_all_reduce(tensor, op))
-    return call_collective(what, group, [&] { return backend->allreduce(message, options); });
-  return call_collective(what, group, [&] { return group.allreduce(message, options); });
+  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (backend && backend->can_all_reduce(tensor, op))
+      return backend->all_reduce(what, tensor, op);
+    std::vector<at::Tensor> message{tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    options.asyncOp = on == Enqueue::kOnOwnStream;
+    return group.allreduce(message, options);
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
-  const auto backend = host_backend_for(what, group, {tensor});
-  std::vector<at::Tensor> message{tensor};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  if (backend)
-    return call_collective(what, group, [&] { return backend->broadcast(message, options); });
-  return call_collective(what, group, [&] { return group.broadcast(message, options); });
+  const auto channel = channel_for(what, group, {tensor});
+  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (channel) return channel->broadcast(what, {tensor}, root);
+    std::vector<at::Tensor> message{tensor};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return group.broadcast(message, options);
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on) {
+  const auto channel = channel_for(what, group, {gathered, share});
   c10d::AllgatherOptions options;
   options.asyncOp = on == Enqueue::kOnOwnStream;
-  const auto backend = host_backend_for(what, group, {gathered, share});
   const auto issue = [&](at::Tensor& output, at::Tensor& input) {
-    if (backend) return backend->_allgather_base(output, input, options);
     if (detail::has_backend(group, output.device().type()))
       return detail::all_gather_single(group, output, input, options);
     // A group written in Python, which only has collectives of lists.
@@ -289,9 +296,9 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
     std::vector<at::Tensor> inputs{input.view({-1})};
     return group.allgather(outputs, inputs, options);
   };
-  return call_collective(what, group, [&] {
-    if (static_cast<int64_t>(share.nbytes()) > kSliceBytes &&
-        runs_over_gloo(group, backend.get(), gathered))
+  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (channel) return channel->all_gather(what, {gathered}, share);
+    if (static_cast<int64_t>(share.nbytes()) > kSliceBytes && runs_over_gloo(group, gathered))
       return all_gather_in_slices(gathered, share, issue);
     at::Tensor output = gathered, input = share;
     return issue(output, input);
@@ -302,23 +309,11 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 std::vector<int64_t> received_numel,
                                                 std::vector<int64_t> sent_numel) {
-  const auto backend = host_backend_for(what, group, {received, sent});
-  const auto issue = [&](at::Tensor& output, at::Tensor& input, std::vector<int64_t>& to,
-                         std::vector<int64_t>& from) {
-    if (backend) return backend->alltoall_base(output, input, to, from, c10d::AllToAllOptions());
-    return detail::all_to_all_single(group, output, input, to, from);
-  };
-  return call_collective(what, group, [&] {
-    const int64_t most = sent_numel.empty()
-                             ? sent.numel() / group.getSize()
-                             : *std::max_element(sent_numel.begin(), sent_numel.end());
-    if (most * static_cast<int64_t>(sent.element_size()) > kSliceBytes &&
-        runs_over_gloo(group, backend.get(), sent)) {
-      if (sent_numel.empty()) sent_numel.assign(static_cast<size_t>(group.getSize()), most);
-      return all_to_all_in_slices(received, sent, sent_numel, issue);
-    }
+  const auto channel = channel_for(what, group, {received, sent});
+  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (channel) return channel->all_to_all(what, received, sent, received_numel, sent_numel);
     at::Tensor output = received, input = sent;
-    return issue(output, input, received_numel, sent_numel);
+    return detail::all_to_all_single(group, output, input, received_numel, sent_numel);
   });
 }
 

@@ -17,7 +17,6 @@
 
 #include <apex/export.h>
 
-#include "comm/named_collective.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
 
@@ -48,7 +47,6 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
                                                const c10d::ProcessGroup& group, Call&& call) {
   refuse_failed_group(what, group);
   begin_call(group, what);
-  const NamedCollective named(what);
   try {
     return call();
   } catch (...) {
@@ -74,8 +72,7 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
 c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& gathered, const at::Tensor& share,
                                                 Enqueue on = Enqueue::kOnOwnStream);
-/// Numbers of elements by rank; empty lists mean equal shares. If a share is larger than
-/// kSliceBytes, `sent_numel` must be the same on all ranks.
+/// Numbers of elements by rank; empty lists mean equal shares.
 c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::ProcessGroup& group,
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 std::vector<int64_t> received_numel = {},

@@ -70,9 +70,7 @@ class HostWork final : public SlicedWork {
   bool isCompleted() override;
   /// @throws Error if a peer has exited, has reported a failure, or is in another collective, or on
   ///         timeout.
-  bool wait_for(std::chrono::milliseconds slice) override { return wait_for(slice, {}); }
-  /// The same, but also returns when `interrupted` returns true; see HostChannel::wake().
-  bool wait_for(std::chrono::milliseconds slice, const std::function<bool()>& interrupted);
+  bool wait_for(std::chrono::milliseconds slice) override;
   /// Sets the time to complete from now on, instead of the channel's timeout.
   void within(std::chrono::milliseconds timeout);
   /// Copies this rank's part to shared memory for its peers, as the destructor does.
@@ -149,8 +147,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   /// Notifies waiting peers that this rank cannot continue, for a reason outside the channel.
   void give_up(const std::string& why) noexcept;
-  /// Makes waiting ranks check again, including the `interrupted` of HostWork::wait_for().
-  void wake() noexcept;
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);

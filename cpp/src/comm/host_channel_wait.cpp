@@ -96,8 +96,6 @@ bool HostChannel::wait(Lock& lock, const std::function<bool()>& done, const Oper
   }
 }
 
-void HostChannel::wake() noexcept { common_->event.notify(); }
-
 /// The first peer whose process has ended, in words, or "".
 std::string HostChannel::ended_process() const {
   for (int peer = 0; peer < size_; ++peer) {
@@ -194,12 +192,12 @@ bool HostWork::isCompleted() {
   return operation_->completed;
 }
 
-bool HostWork::wait_for(milliseconds slice, const std::function<bool()>& interrupted) {
+bool HostWork::wait_for(milliseconds slice) {
   HostChannel::Held held(*channel_);
   if (operation_->completed) return true;
   const Clock::time_point now = Clock::now();
   if (!deadline_) deadline_ = now + timeout_;
-  const auto done = [&] { return operation_->completed || (interrupted && interrupted()); };
+  const auto done = [&] { return operation_->completed; };
   if (channel_->wait(held.lock(), done, *operation_, std::min(now + slice, *deadline_)))
     return operation_->completed;
   if (Clock::now() < *deadline_) return false;

@@ -21,20 +21,13 @@ HostLayout lay_out(const std::vector<std::string>& host_of, int rank) {
     }
     layout.hosts[host].push_back(static_cast<int>(i));
   }
-  size_t smallest = host_of.size();
-  for (const auto& ranks : layout.hosts) smallest = std::min(smallest, ranks.size());
-  layout.columns = static_cast<int>(smallest);
   return layout;
 }
 
-bool HostLayout::even() const {
-  return std::all_of(hosts.begin(), hosts.end(),
-                     [&](const auto& ranks) { return ranks.size() == hosts.front().size(); });
-}
-
 bool HostLayout::worthwhile() const {
-  return hosts.size() > 1 && std::any_of(hosts.begin(), hosts.end(),
-                                         [](const auto& ranks) { return ranks.size() > 1; });
+  return hosts.size() > 1 && hosts.front().size() > 1 &&
+         std::all_of(hosts.begin(), hosts.end(),
+                     [&](const auto& ranks) { return ranks.size() == hosts.front().size(); });
 }
 
 std::pair<int64_t, int64_t> equal_part(int64_t numel, int parts, int index) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Assigns ranks to hosts, and shares of a message to ranks, for groups on several hosts. Pure.
+/// Which ranks of a group are on which host. Pure.
 
 #include <cstdint>
 #include <string>
@@ -10,27 +10,16 @@
 
 namespace apex::parallel {
 
-// Note [Columns]
-//
-// Hosts are ordered by their first ranks, and the ranks of a host by the order of the group. The
-// ranks with the same position on their hosts form a column. The number of columns is the number of
-// ranks of the smallest host. A message is cut into one share per column, and the column's ranks
-// send it over the network. So every host sends one copy of a message, regardless of its number of
-// ranks. Ranks of a larger host outside the columns (3 + 1 ranks: one column) only take part in the
-// sums inside the host. Shares could be cut so that every rank of every host sends something. But
-// then a share would be exchanged with several ranks of another host, and the network, which all
-// ranks of a host share, would carry the same number of bytes.
-
+/// Hosts are ordered by their first ranks, and the ranks of a host by the order of the group.
 struct HostLayout {
   std::vector<std::vector<int>> hosts;  ///< the ranks of each host
   int host = 0;                         ///< this rank's host
   int place = 0;                        ///< this rank's position on its host
-  int columns = 0;
 
-  bool in_column() const { return place < columns; }
-  /// Whether every host has the same number of ranks.
-  bool even() const;
-  /// Whether summing inside hosts first saves traffic: several hosts, and not one rank each.
+  /// The number of ranks of a host.
+  int places() const { return static_cast<int>(hosts[static_cast<size_t>(host)].size()); }
+  /// Whether sums inside the hosts first save traffic: several hosts with the same number of ranks,
+  /// which is not one.
   bool worthwhile() const;
 };
 

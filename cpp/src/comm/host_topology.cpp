@@ -147,53 +147,30 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
   return true;
 }
 
-/// Connects ranks on several hosts.
-/// @param sums   this rank's memory for the first stage; `ranks` describes every rank's.
-std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer sums,
+/// Connects ranks on several hosts. `ranks` describes the memory of every rank.
+std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer offer,
                                              const std::vector<Introduction>& ranks,
                                              const BackendPtr& gloo, const StorePtr& store,
                                              std::chrono::milliseconds timeout) {
-  Offer results = make_offer();
-  const std::vector<Introduction> again = exchange(*gloo, results.mine);
-  const bool too_many = std::any_of(layout.hosts.begin(), layout.hosts.end(), [](const auto& host) {
-    return host.size() > HostChannel::kMostRanks;
-  });
-  if (too_many || any_declines(again)) return nullptr;
-
-  const std::vector<int>& here = layout.hosts[layout.host];
-  Finding finding = sums.finding.problem[0] != 0 ? sums.finding : results.finding;
-  const int self = gloo->getRank();
-  auto sum_peers = map_peers(self, here, ranks, finding);
-  auto result_peers = map_peers(self, here, again, finding);
-  if (!all_are_fine(*gloo, finding, "share memory")) return nullptr;
-
-  HierarchyLinks links;
-  if (here.size() > 1) {
-    links.sums = std::make_shared<HostChannel>(layout.place, std::move(sums.memory),
-                                               std::move(sum_peers), timeout);
-    links.results = std::make_shared<HostChannel>(layout.place, std::move(results.memory),
-                                                  std::move(result_peers), timeout);
-  }
+  auto peers = map_peers(gloo->getRank(), layout.hosts[static_cast<size_t>(layout.host)], ranks,
+                         offer.finding);
+  if (!all_are_fine(*gloo, offer.finding, "share memory")) return nullptr;
+  auto host = std::make_shared<HostChannel>(layout.place, std::move(offer.memory), std::move(peers),
+                                            timeout);
   // The random number makes the key prefix unique in the store.
   const std::string name = "apex/hosts/" + std::to_string(ranks.front().number) + "/" +
                            std::to_string(layout.place) + "/";
+  BackendPtr column;
   try {
-    const auto hosts = static_cast<int>(layout.hosts.size());
-    const auto connect = [&](const char* stage) {
-      return distributed::make_gloo_backend_like(
-          gloo, c10::make_intrusive<c10d::PrefixStore>(name + stage, store), layout.host, hosts);
-    };
-    if (layout.in_column()) {
-      links.exchange = connect("exchange");
-      if (hosts > 2) links.gather = connect("gather");
-    }
+    column = distributed::make_gloo_backend_like(
+        gloo, c10::make_intrusive<c10d::PrefixStore>(name, store), layout.host,
+        static_cast<int>(layout.hosts.size()));
   } catch (const std::exception& error) {
-    put(finding.problem, error.what());
+    put(offer.finding.problem, error.what());
   }
-  auto hierarchy = std::make_shared<HostHierarchy>(layout, std::move(links));
-  if (all_are_fine(*gloo, finding, "connect to its counterparts on other hosts")) return hierarchy;
-  hierarchy->give_up("not all ranks have connected");
-  return nullptr;
+  if (!all_are_fine(*gloo, offer.finding, "connect to its counterparts on other hosts"))
+    return nullptr;
+  return std::make_shared<HostHierarchy>(layout, std::move(host), std::move(column));
 }
 
 }  // namespace
@@ -215,7 +192,7 @@ HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const Sto
   for (const ProcessName& process : links.processes) host_of.push_back(process.host);
   const HostLayout layout = lay_out(host_of, backend.getRank());
   if (layout.hosts.size() > 1) {
-    if (gloo && layout.worthwhile())
+    if (gloo && layout.worthwhile() && layout.hosts.front().size() <= HostChannel::kMostRanks)
       links.hierarchy = connect_hosts(layout, std::move(offer), ranks, gloo, store, timeout);
     return links;
   }

@@ -25,21 +25,22 @@ namespace apex::parallel {
 // each logs the reason.
 //
 // Ranks with different boot ids or namespaces count as being on different hosts, even if they are
-// in containers on one host. The ranks of each host then run the same test among themselves and
-// connect to their column on the other hosts (Note [Columns]). If that fails anywhere, all ranks of
-// all hosts use the process group.
+// in containers on one host. If every host has the same number of ranks, the ranks of each host
+// run the same test among themselves, and connect to the ranks of the same position on the other
+// hosts. If that fails anywhere, all ranks of all hosts use the process group.
 
 /// Direct links between the ranks of a backend; at most one is set.
 struct HostLinks {
-  std::shared_ptr<HostChannel> channel;      ///< set if all ranks are on one host
-  std::shared_ptr<HostHierarchy> hierarchy;  ///< set if on several hosts, not one rank each
-  std::vector<ProcessName> processes;        ///< of the ranks; empty: unknown
+  std::shared_ptr<HostChannel> channel;  ///< set if all ranks are on one host
+  std::shared_ptr<HostHierarchy>
+      hierarchy;  ///< set if on several hosts with the same number of ranks, not one
+  std::vector<ProcessName> processes;  ///< of the ranks; empty: unknown
 };
 
 /// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if a
 /// rank has APEX_HOST_CHANNEL=0, if ranks are in one process, or if they cannot share memory. The
 /// result is the same on all ranks. Collective; blocks for at most the timeout.
-/// @param gloo   connects to the column on other hosts; null: no hierarchy is made.
+/// @param gloo   its options connect the hosts; null: no hierarchy is made.
 /// @param store  no other code may use its keys below "apex/hosts/".
 /// @throws c10::Error; exceptions of the backend.
 HostLinks connect_host(c10d::Backend& backend, const c10::intrusive_ptr<c10d::Backend>& gloo,

@@ -35,28 +35,46 @@ Membership::Membership(std::vector<GroupPtr> given)
     : parent(given.empty() ? nullptr : given.front()),
       groups(std::move(given)),
       rank(parent ? parent->getRank() : 0),
-      size(parent ? parent->getSize() : 1) {}
+      size(parent ? parent->getSize() : 1) {
+  keep();
+}
 
 // Note [The last reference to a group]
 //
 // A reducer keeps the user's group alive after destroy_process_group(), and a graph with the
 // reducer's hooks keeps the reducer alive. So dropping the last loss may drop the last reference to
-// that group; see Note [Where a group ends].
-Membership::~Membership() {
-  std::vector<GroupPtr> own = std::move(groups);
-  own.push_back(std::move(parent));
-  const bool is_last = std::any_of(own.begin(), own.end(), [&own](const GroupPtr& group) {
-    return group &&
-           static_cast<size_t>(std::count(own.begin(), own.end(), group)) == group.use_count();
-  });
-  if (!is_last) return;
-  if (pid != this_pid()) {  // forked: the groups' threads, which would be joined, do not exist
-    new std::vector<GroupPtr>(std::move(own));
-    return;
+// that group; see Note [Where a group ends]. No thread can tell whether its reference is the last
+// one, since others may drop theirs at the same time. So all copies of a membership share one more
+// reference to the groups, which another thread drops.
+
+namespace {
+
+struct Kept {
+  std::vector<GroupPtr> groups;
+  const int64_t pid = this_pid();
+
+  explicit Kept(std::vector<GroupPtr> all) : groups(std::move(all)) {}
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  ~Kept() {
+    if (pid != this_pid()) {  // forked: the groups' threads, which would be joined, do not exist
+      new std::vector<GroupPtr>(std::move(groups));
+      return;
+    }
+    const bool failed = std::any_of(groups.begin(), groups.end(), [](const GroupPtr& group) {
+      return group && has_failed(*group);
+    });
+    end_elsewhere([all = std::move(groups)]() mutable { all.clear(); }, failed);
   }
-  const bool failed = std::any_of(
-      own.begin(), own.end(), [](const GroupPtr& group) { return group && has_failed(*group); });
-  end_elsewhere([own = std::move(own)]() mutable { own.clear(); }, failed);
+};
+
+}  // namespace
+
+void Membership::keep() {
+  if (!parent) return;
+  std::vector<GroupPtr> all = groups;
+  all.push_back(parent);
+  kept = std::make_shared<Kept>(std::move(all));
 }
 
 void Membership::separate(bool on_cpu) {
@@ -82,11 +100,13 @@ void Membership::separate(bool on_cpu) {
     shares_groups = shares_groups || groups[i] == given;
     watch_with(*groups[i], *parent, unique);
   }
+  keep();
 }
 
 void Membership::release() {
   groups.clear();
   parent.reset();
+  kept.reset();
 }
 
 void Membership::run(

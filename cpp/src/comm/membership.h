@@ -4,6 +4,7 @@
 /// The ranks that train together, and small control messages between them.
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,7 @@ class ControlMessage {
 /// A set of ranks and the groups that connect them. A value type; groups may be replaced by others
 /// over the same ranks.
 struct Membership {
+  std::shared_ptr<void> kept;    ///< see Note [The last reference to a group]
   GroupPtr parent;               ///< the group that the user passed
   std::vector<GroupPtr> groups;  ///< carry buckets, in turn; empty after release()
   bool shares_groups = true;     ///< with other users of `parent`, also for CPU tensors
@@ -62,11 +64,6 @@ struct Membership {
 
   Membership() = default;
   explicit Membership(std::vector<GroupPtr> given);
-  ~Membership();  ///< See Note [The last reference to a group].
-  Membership(const Membership&) = default;
-  Membership(Membership&&) = default;
-  Membership& operator=(const Membership&) = default;
-  Membership& operator=(Membership&&) = default;
 
   /// Replaces `groups` by separate communicators where the backend supports it; see
   /// make_separate_group(). Collective.
@@ -75,6 +72,7 @@ struct Membership {
   void separate(bool on_cpu);
   bool released() const { return groups.empty(); }
   void release();
+  void keep();
   bool alone() const { return size == 1; }
   const GroupPtr& control() const { return groups.front(); }
   const GroupPtr& group_of(size_t bucket) const { return groups[bucket % groups.size()]; }

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -73,46 +72,6 @@ WorkPtr all_gather_in_slices(const at::Tensor& gathered, const at::Tensor& share
     at::Tensor all = by_slice.narrow(0, rows.size(0) * begin, rows.size(0) * length);
     work->copy_later(rows.narrow(1, begin, length), all.view({-1, length}));
     work->add(issue(all, mine));
-  }
-  work->all_issued();
-  return work;
-}
-
-WorkPtr all_to_all_in_slices(
-    const at::Tensor& received, const at::Tensor& sent, const std::vector<int64_t>& sent_numels,
-    const std::function<WorkPtr(at::Tensor&, at::Tensor&, std::vector<int64_t>&,
-                                std::vector<int64_t>&)>& issue) {
-  const at::NoGradGuard no_grad;
-  const auto work = c10::make_intrusive<Slices>(c10d::OpType::ALLTOALL_BASE, "apex:all_to_all");
-  const auto ranks = static_cast<int64_t>(sent_numels.size());
-  const at::Tensor rows = received.view({ranks, -1});
-  const std::vector<at::Tensor> parts = sent.view({-1}).split_with_sizes(sent_numels);
-  const int64_t most = *std::max_element(sent_numels.begin(), sent_numels.end());
-  const int64_t step = kSliceBytes / static_cast<int64_t>(sent.element_size());
-  const at::Tensor sent_by_slice = at::empty({sent.numel()}, sent.options());
-  const at::Tensor received_by_slice = at::empty({received.numel()}, received.options());
-  int64_t sent_so_far = 0, received_so_far = 0;
-  for (int64_t begin = 0; begin < most; begin += step) {
-    const auto within = [&](const at::Tensor& part, int64_t dim) {
-      const int64_t from = std::min(begin, part.size(dim));
-      return part.narrow(dim, from, std::min(begin + step, part.size(dim)) - from);
-    };
-    std::vector<at::Tensor> pieces;
-    std::vector<int64_t> numels;
-    for (const at::Tensor& part : parts) {
-      pieces.push_back(within(part, 0));
-      numels.push_back(pieces.back().numel());
-    }
-    const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
-    at::Tensor mine = sent_by_slice.narrow(0, sent_so_far, numel);
-    at::cat_out(mine, pieces);
-    sent_so_far += numel;
-    const at::Tensor target = within(rows, 1);
-    at::Tensor theirs = received_by_slice.narrow(0, received_so_far, target.numel());
-    received_so_far += target.numel();
-    std::vector<int64_t> lengths(sent_numels.size(), target.size(1));
-    work->copy_later(target, theirs.view(target.sizes()));
-    work->add(issue(theirs, mine, lengths, numels));
   }
   work->all_issued();
   return work;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Large exchanges over Gloo, in slices.
+/// Large all-gathers over Gloo, in slices.
 
 #include <functional>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -20,7 +19,7 @@ namespace apex::parallel {
 // instead of crossing it. An exchange of 23 MB each way over 1 Gbit/s takes 380 instead of 195 ms.
 // In slices, announcements wait for a slice at most.
 
-/// An all-gather, or an all-to-all, larger than this is issued in slices of this size per rank. For
+/// An all-gather larger than this is issued in slices of this size per rank. For
 /// collectives that Gloo runs; `issue` issues one slice and returns a Work with a future.
 inline constexpr int64_t kSliceBytes = int64_t{1} << 20;
 
@@ -29,14 +28,5 @@ c10::intrusive_ptr<c10d::Work> all_gather_in_slices(
     const at::Tensor& gathered, const at::Tensor& share,
     const std::function<c10::intrusive_ptr<c10d::Work>(at::Tensor& gathered, at::Tensor& share)>&
         issue);
-
-/// @param received, sent  contiguous, on the CPU: the parts of all ranks.
-/// @param sent_numels     numbers of elements by rank; the same on all ranks, so all parts in
-///                        `received` have the same size.
-c10::intrusive_ptr<c10d::Work> all_to_all_in_slices(
-    const at::Tensor& received, const at::Tensor& sent, const std::vector<int64_t>& sent_numels,
-    const std::function<c10::intrusive_ptr<c10d::Work>(at::Tensor& received, at::Tensor& sent,
-                                                       std::vector<int64_t>& received_numels,
-                                                       std::vector<int64_t>& sent_numels)>& issue);
 
 }  // namespace apex::parallel

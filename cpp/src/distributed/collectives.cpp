@@ -81,7 +81,7 @@ bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
   if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: unknown
   if (!gloo_timeout(*group.getBackend(type))) return false;
   const auto host = tensor.is_cpu() ? parallel::host_backend_of(group) : nullptr;
-  return !host || !host->averages();
+  return !host || !host->shares_memory();
 }
 
 /// Data that is only moved is sent as bytes, since backends do not support every dtype.

@@ -115,7 +115,7 @@ std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site) {
   const bool nccl = type != at::kCPU && has_backend(*site.group, type) &&
                     is_nccl(site.group->getBackend(type)->getBackendName()) &&
                     nccl_averages_well(site.dtype, site.group->getSize());
-  traits.averages = site.plain_average && (nccl || (host && host->averages()));
+  traits.averages = site.plain_average && (nccl || traits.shares_memory);
   return std::make_unique<AllReduce>(site.group, traits);
 }
 

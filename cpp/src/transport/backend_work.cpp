@@ -41,17 +41,13 @@ class GlooWork final : public SlicedWork {
 
 }  // namespace
 
-at::Tensor in_order(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().contiguous();
-}
-
 // --- BackendWork ---
 
-BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, std::string what,
-                         uint64_t number, milliseconds timeout, const Tensors& inputs,
-                         Tensors outputs, std::shared_ptr<BackendWorks> works)
+BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, uint64_t number,
+                         milliseconds timeout, const Tensors& inputs, Tensors outputs,
+                         std::shared_ptr<BackendWorks> works)
     : SlicedWork(rank, type, title, inputs),
-      what_(std::move(what)),
+      what_(title),
       number_(number),
       timeout_(std::min<milliseconds>(timeout, distributed::kLongestTimeout)),
       works_(std::move(works)),
@@ -60,38 +56,19 @@ BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, std::st
 BackendWork::BackendWork(BackendWork&& dropped)
     : SlicedWork(dropped.rank_, dropped.opType_),
       number_(dropped.number_),
-      parts_(std::move(dropped.parts_)),
+      part_(std::move(dropped.part_)),
       outputs_(std::move(dropped.outputs_)),
       copies_(std::move(dropped.copies_)),
       divisor_(dropped.divisor_) {}
 
 BackendWork::~BackendWork() {
-  if (!works_ || parts_.empty()) return;
-  // If it was refused while it was issued, it has no result, but peers may be in its issued parts.
-  if (std::uncaught_exceptions() > exceptions_) {
-    copies_.clear();
-    divisor_ = 1;
-  }
+  if (!works_ || !part_) return;
   try {
     leave();
     works_->add_dropped(std::move(*this));
   } catch (const std::exception&) {
     // Its result is not written.
   }
-}
-
-at::Tensor BackendWork::output(const at::Tensor& tensor, bool with_elements) {
-  const bool is_in_order = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-  if (is_in_order) return tensor;
-  copies_.emplace_back(
-      tensor, with_elements ? in_order(tensor) : at::empty(tensor.sizes(), tensor.options()));
-  return copies_.back().second;
-}
-
-BackendWork::Tensors BackendWork::outputs(const Tensors& tensors) {
-  Tensors all;
-  for (const at::Tensor& tensor : tensors) all.push_back(output(tensor));
-  return all;
 }
 
 void BackendWork::split_later(const at::Tensor& flat, const Tensors& tensors) {
@@ -102,8 +79,14 @@ void BackendWork::split_later(const at::Tensor& flat, const Tensors& tensors) {
   }
 }
 
-void BackendWork::add(c10::intrusive_ptr<c10d::Work> part) {
-  parts_.push_back(c10::make_intrusive<GlooWork>(std::move(part)));
+void BackendWork::start(const c10::intrusive_ptr<c10d::Work>& part) {
+  if (auto* const sliced = dynamic_cast<SlicedWork*>(part.get())) {
+    part_ = Part::reclaim_copy(sliced);
+  } else {
+    part_ = c10::make_intrusive<GlooWork>(part);
+  }
+  auto* const in_memory = dynamic_cast<HostWork*>(part.get());
+  if (in_memory != nullptr && timeout_ != c10d::kUnsetTimeout) in_memory->within(timeout_);
 }
 
 bool BackendWork::isCompleted() {
@@ -119,10 +102,7 @@ bool BackendWork::wait_for(milliseconds slice) {
       Clock::now() + std::min<milliseconds>(slice, distributed::kLongestTimeout);
   if (!is_over()) {
     try {
-      for (const auto& part : parts()) {
-        const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
-        if (!part->wait_for(std::max(left, milliseconds(0)))) return false;
-      }
+      if (const Part part = this->part(); part && !part->wait_for(slice)) return false;
       if (works_ && !works_->dropped_have_completed(number_, until)) return false;
       settle(nullptr);
     } catch (...) {
@@ -169,7 +149,7 @@ void BackendWork::complete_future() noexcept {
   }
 }
 
-/// Runs once, for the first caller that sees all parts completed or one failed.
+/// Runs once, for the first caller that sees the part completed or failed.
 void BackendWork::settle(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(settling_);
   if (is_over()) return;
@@ -187,11 +167,10 @@ void BackendWork::settle(std::exception_ptr error) {
   }
   copies_.clear();
   finish(error);
-  // A part keeps its channel alive: peers see that this rank has left when the last part is
-  // destroyed.
-  Parts ended;  // destroyed after the lock is released
+  // The part keeps its channel alive: peers see that this rank has left when it is destroyed.
+  Part ended;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> held(mutex_);
-  ended.swap(parts_);
+  ended.swap(part_);
 }
 
 // --- BackendWorks ---

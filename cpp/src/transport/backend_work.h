@@ -14,7 +14,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -31,18 +30,15 @@ namespace apex::parallel {
 
 class BackendWorks;
 
-/// The elements of `tensor` in logical order, in contiguous memory.
-at::Tensor in_order(const at::Tensor& tensor);
-
-/// A collective of a HostBackend. Consists of one or several collectives of its links.
+/// A collective of a HostBackend: a part of one of its links or of Gloo, with a future.
 class BackendWork final : public SlicedWork {
  public:
   using Tensors = std::vector<at::Tensor>;
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-  /// @param what     names it in errors.
+  /// @param title    names it in errors.
   /// @param timeout  c10d::kUnsetTimeout: the timeout of the link in use.
-  BackendWork(int rank, c10d::OpType type, const char* title, std::string what, uint64_t number,
+  BackendWork(int rank, c10d::OpType type, const char* title, uint64_t number,
               std::chrono::milliseconds timeout, const Tensors& inputs, Tensors outputs,
               std::shared_ptr<BackendWorks> works);
   /// Takes over the remaining work of a dropped Work.
@@ -52,23 +48,12 @@ class BackendWork final : public SlicedWork {
   // Called while it is issued.
 
   const std::string& what() const { return what_; }
-  /// Contiguous memory whose elements are copied to `tensor` when all parts have completed.
-  /// @param with_elements  whether it starts with the elements of `tensor`.
-  at::Tensor output(const at::Tensor& tensor, bool with_elements = false);
-  Tensors outputs(const Tensors& tensors);
-  /// Fills `tensors` from consecutive elements of `flat` when all parts have completed.
+  /// Fills `tensors` from consecutive elements of `flat` when the part has completed.
   void split_later(const at::Tensor& flat, const Tensors& tensors);
   /// Then divides the outputs.
   void divide_later(int by) { divisor_ = by; }
-  template <typename Part>
-  void add(c10::intrusive_ptr<Part> part) {
-    if constexpr (std::is_same_v<Part, HostWork>) {
-      if (timeout_ != c10d::kUnsetTimeout) part->within(timeout_);
-    }
-    parts_.push_back(std::move(part));
-  }
-  /// Adds a collective of Gloo.
-  void add(c10::intrusive_ptr<c10d::Work> part);
+  /// Sets the collective of a link or of Gloo that this one waits for.
+  void start(const c10::intrusive_ptr<c10d::Work>& part);
 
   // Called after it is issued.
 
@@ -78,7 +63,7 @@ class BackendWork final : public SlicedWork {
   ///         after which the group is unusable.
   bool wait_for(std::chrono::milliseconds slice) override;
   void leave() override {
-    for (const auto& part : parts()) part->leave();
+    if (const auto part = this->part()) part->leave();
   }
   Tensors result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return number_; }
@@ -89,27 +74,26 @@ class BackendWork final : public SlicedWork {
   void complete_future() noexcept;
 
  private:
-  using Parts = std::vector<c10::intrusive_ptr<SlicedWork>>;
+  using Part = c10::intrusive_ptr<SlicedWork>;
 
   bool is_over() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return completed_;
   }
-  /// A copy that the waiting thread holds, because settle() drops the parts.
-  Parts parts() {
+  /// A copy that the waiting thread holds, because settle() drops the part.
+  Part part() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return parts_;
+    return part_;
   }
   void settle(std::exception_ptr error);
 
   const std::string what_;
   const uint64_t number_;
   const std::chrono::milliseconds timeout_ = c10d::kUnsetTimeout;
-  const std::shared_ptr<BackendWorks> works_;          ///< null once this Work was dropped
-  const int exceptions_ = std::uncaught_exceptions();  ///< at the time of issue
-  Parts parts_;
+  const std::shared_ptr<BackendWorks> works_;  ///< null once this Work was dropped
+  Part part_;
   Tensors outputs_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< copied when all parts complete
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  ///< copied when the part completes
   int divisor_ = 1;
   std::mutex settling_;  ///< taken before mutex_, which guards completed_ and exception_
   std::mutex making_;    ///< guards creation of future_

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <exception>
 #include <numeric>
-#include <type_traits>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -19,7 +18,6 @@
 #include "comm/host_channel.h"
 #include "comm/host_hierarchy.h"
 #include "comm/host_topology.h"
-#include "comm/named_collective.h"
 #include "tensor_memory.h"
 #include "torch_version.h"
 #include "transport/backend_work.h"
@@ -36,24 +34,6 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr const char* kAllToAll = "apex:all_to_all";
 
-/// Maps `one` over the tensors.
-template <typename One>
-auto each(const Tensors& tensors, One&& one) {
-  std::vector<std::decay_t<decltype(one(tensors.front()))>> all;
-  for (const at::Tensor& tensor : tensors) all.push_back(one(tensor));
-  return all;
-}
-
-Tensors alone(const at::Tensor& tensor) { return {tensor}; }
-at::Tensor flat(const at::Tensor& tensor) { return in_order(tensor).view({-1}); }
-int64_t numel(const at::Tensor& tensor) { return tensor.numel(); }
-
-Tensors concat(const std::vector<Tensors>& lists) {
-  Tensors all;
-  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
-  return all;
-}
-
 int64_t sum_of(const std::vector<int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 }
@@ -61,12 +41,6 @@ int64_t sum_of(const std::vector<int64_t>& sizes) {
 bool in_host_memory(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor);
-  });
-}
-
-bool can_reduce(const Tensors& tensors, Op op) {
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return HostChannel::can_all_reduce(tensor, op);
   });
 }
 
@@ -102,10 +76,6 @@ void require_split(const at::Tensor& tensor, const std::vector<int64_t>& sizes, 
   TORCH_CHECK_VALUE(sizes.empty() ? rows % ranks == 0 : sum_of(sizes) == rows, kAllToAll,
                     ": a tensor of ", rows, " rows is not split by these sizes over ", ranks,
                     " ranks");
-}
-
-void require_pairs(size_t outputs, size_t inputs, const char* what) {
-  TORCH_CHECK_VALUE(outputs == inputs, what, ": ", outputs, " outputs for ", inputs, " inputs");
 }
 
 }  // namespace
@@ -206,11 +176,29 @@ at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
 
 // --- issuing collectives ---
 
+bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
+  if (sums_by_host_) return HostHierarchy::can_all_reduce(tensor, op);
+  return shares_memory_ && HostChannel::can_all_reduce(tensor, op);
+}
+
+c10::intrusive_ptr<SlicedWork> HostBackend::all_reduce(const std::string& what,
+                                                       const at::Tensor& tensor, Op op) {
+  const HostLinks links = this->links();
+  if (links.hierarchy) return links.hierarchy->all_reduce(what, tensor, op);
+  return channel()->all_reduce(what, tensor, op);
+}
+
 BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
                                   const Tensors& inputs, Tensors outputs) {
+  for (const Tensors* const tensors : {&inputs, &std::as_const(outputs)}) {
+    for (const at::Tensor& tensor : *tensors) {
+      TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(), title,
+                        ": tensors must be contiguous");
+    }
+  }
   if (timeout == c10d::kUnsetTimeout) timeout = timeout_;
-  return c10::make_intrusive<BackendWork>(rank_, type, title, NamedCollective::current(title),
-                                          ++issued_, timeout, inputs, std::move(outputs), works_);
+  return c10::make_intrusive<BackendWork>(rank_, type, title, ++issued_, timeout, inputs,
+                                          std::move(outputs), works_);
 }
 
 /// Whether a collective of these tensors uses the channel.
@@ -218,25 +206,11 @@ bool HostBackend::in_memory(const Tensors& tensors) const {
   return shares_memory() && in_host_memory(tensors);
 }
 
-bool HostBackend::averages() const {
-  if (!sums_by_host_) return shares_memory_;
-  const auto hierarchy = links().hierarchy;
-  return hierarchy && hierarchy->averages();
-}
-
-bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
-  return (shares_memory() || sums_by_host()) && HostChannel::can_all_reduce(tensor, op);
-}
-
-bool HostBackend::is_root(int64_t root, const std::string& what) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, what, ": there is no rank ", root, " of ", size_);
-  return root == rank_;
-}
-
 /// The root's list with a tensor for each rank; empty on other ranks.
 Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t root,
                                   const char* what) const {
-  if (is_root(root, what)) return only_list(lists, size_, what);
+  TORCH_CHECK_VALUE(root >= 0 && root < size_, what, ": there is no rank ", root, " of ", size_);
+  if (root == rank_) return only_list(lists, size_, what);
   TORCH_CHECK_VALUE(lists.empty(), what, ": only rank ", root, " has a list of tensors");
   return {};
 }
@@ -244,137 +218,70 @@ Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t roo
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
   auto work = begin(c10d::OpType::BARRIER, "apex:barrier", options.timeout, {}, {});
   if (shares_memory()) {
-    work->add(channel()->all_reduce(work->what(), at::zeros({1}, at::kByte), Op::SUM));
+    work->start(channel()->all_reduce(work->what(), at::zeros({1}, at::kByte), Op::SUM));
   } else {
-    work->add(gloo()->barrier(options));
+    work->start(gloo()->barrier(options));  // a Work that also completes dropped ones
   }
   return work;
 }
 
-void HostBackend::add_all_reduce(BackendWork& work, const at::Tensor& tensor, Op op) {
-  if (shares_memory()) return work.add(channel()->all_reduce(work.what(), tensor, op));
-  const auto hierarchy = links().hierarchy;
-  if (!hierarchy) throw Error("the process group was destroyed");
-  const bool divides = op == Op::AVG && !hierarchy->averages();
-  if (divides) work.divide_later(size_);
-  work.add(hierarchy->all_reduce(work.what(), tensor, divides ? Op::SUM : op));
-}
-
-/// Several tensors are sent in one message.
 WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   constexpr const char* kTitle = "apex:all_reduce";
-  TORCH_CHECK_VALUE(!tensors.empty(), kTitle, ": takes a tensor");
-  const Op op = options.reduceOp;
-  const at::Tensor& first = tensors.front();
-  const bool here =
-      (shares_memory() || sums_by_host()) && in_host_memory(tensors) && can_reduce(tensors, op);
-  // Gloo's allreduce() of several tensors sums across them; the coalesced one does not. No AVG in
-  // Gloo.
-  const auto by_gloo = [&] {
-    c10d::AllreduceCoalescedOptions sums;
-    static_cast<c10d::AllreduceOptions&>(sums) = options;
-    if (op == Op::AVG) sums.reduceOp = c10d::ReduceOp::SUM;
-    return tensors.size() == 1 ? gloo()->allreduce(tensors, sums)
-                               : gloo()->allreduce_coalesced(tensors, sums);
-  };
-  if (!here && op != Op::AVG) return by_gloo();
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_VALUE(here || tensor.is_floating_point() || tensor.is_complex(), kTitle,
-                      ": there is no average of ", tensor.scalar_type());
-    TORCH_CHECK_TYPE(!here || tensor.scalar_type() == first.scalar_type(), kTitle, ": tensors of ",
-                     tensor.scalar_type(), " and ", first.scalar_type());
-  }
+  if (tensors.size() != 1) return gloo()->allreduce(tensors, options);
+  const at::Tensor& tensor = tensors.front();
+  const Op asked = options.reduceOp;
+  TORCH_CHECK_VALUE(asked != Op::AVG || tensor.is_floating_point() || tensor.is_complex(), kTitle,
+                    ": there is no average of ", tensor.scalar_type());
+  const auto can = [&](Op op) { return in_host_memory(tensors) && can_all_reduce(tensor, op); };
+  // Neither Gloo nor the hierarchy has AVG.
+  const bool divides = asked == Op::AVG && !can(asked);
+  const Op op = divides ? Op::SUM : asked;
+  const bool here = can(op);
+  if (!here && !divides) return gloo()->allreduce(tensors, options);
   auto work = begin(c10d::OpType::ALLREDUCE, kTitle, options.timeout, tensors, tensors);
-  if (!here) {
-    work->add(by_gloo());
-    work->divide_later(size_);
-  } else if (tensors.size() == 1) {
-    add_all_reduce(*work, work->output(first, /*with_elements=*/true), op);
+  if (divides) work->divide_later(size_);
+  if (here) {
+    work->start(all_reduce(work->what(), tensor, op));
   } else {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    at::Tensor all = allocateTensor(sum_of(each(tensors, numel)), first.options());
-    at::cat_out(all, each(tensors, flat));
-    work->split_later(all, tensors);
-    add_all_reduce(*work, all, op);
+    c10d::AllreduceOptions sum = options;
+    sum.reduceOp = Op::SUM;
+    work->start(gloo()->allreduce(tensors, sum));
   }
-  return work;
-}
-
-WorkPtr HostBackend::broadcast_changes(const Tensors& parts, int64_t root,
-                                       const std::shared_ptr<std::vector<uint8_t>>& changed) {
-  auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", c10d::kUnsetTimeout, parts, parts);
-  work->add(channel()->broadcast(work->what(), parts, root, changed));
   return work;
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
   auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", options.timeout, tensors, tensors);
-  const at::Tensor& tensor = only(tensors, work->what());
-  const at::Tensor to =
-      is_root(options.rootRank, work->what()) ? in_order(tensor) : work->output(tensor);
-  work->add(channel()->broadcast(work->what(), {to}, options.rootRank));
+  work->start(channel()->broadcast(work->what(), {only(tensors, work->what())}, options.rootRank));
   return work;
 }
 
 WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  if (!in_memory(tensors) || !can_reduce(tensors, options.reduceOp))
+  const Op op = options.reduceOp;
+  if (!in_memory(tensors) || !HostChannel::can_all_reduce(only(tensors, "apex:reduce"), op))
     return gloo()->reduce(tensors, options);
   auto work = begin(c10d::OpType::REDUCE, "apex:reduce", options.timeout, tensors, tensors);
-  const at::Tensor& tensor = only(tensors, work->what());
-  const at::Tensor mine = is_root(options.rootRank, work->what())
-                              ? work->output(tensor, /*with_elements=*/true)
-                              : in_order(tensor);
-  work->add(channel()->reduce(work->what(), mine, options.reduceOp, options.rootRank));
-  return work;
-}
-
-/// Gathers each input from all ranks into the list of outputs of the same index.
-WorkPtr HostBackend::all_gather_each(c10d::OpType type, const char* title,
-                                     const c10d::AllgatherOptions& options,
-                                     const std::vector<Tensors>& outputs, const Tensors& inputs) {
-  require_pairs(outputs.size(), inputs.size(), title);
-  auto work = begin(type, title, options.timeout, inputs, concat(outputs));
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    work->add(channel()->all_gather(work->what(), work->outputs(outputs[i]), in_order(inputs[i])));
-  }
+  work->start(channel()->reduce(work->what(), tensors.front(), op, options.rootRank));
   return work;
 }
 
 WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
   if (!in_memory(inputs)) return gloo()->allgather(outputs, inputs, options);
-  only_list(outputs, size_, "apex:all_gather");
-  return all_gather_each(c10d::OpType::ALLGATHER, "apex:all_gather", options, outputs, inputs);
+  const Tensors& list = only_list(outputs, size_, "apex:all_gather");
+  auto work = begin(c10d::OpType::ALLGATHER, "apex:all_gather", options.timeout, inputs, list);
+  work->start(channel()->all_gather(work->what(), list, only(inputs, work->what())));
+  return work;
 }
 
 WorkPtr HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
   if (!in_memory({output, input})) return gloo()->_allgather_base(output, input, options);
-  return all_gather_each(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options,
-                         {{output}}, {input});
-}
-
-WorkPtr HostBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                         const c10d::AllgatherOptions& options) {
-  constexpr const char* kTitle = "apex:all_gather";
-  if (!in_memory(inputs)) return gloo()->allgather_coalesced(outputs, inputs, options);
-  TORCH_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_), kTitle, ": ", outputs.size(),
-                    " lists of tensors for ", size_, " ranks");
-  std::vector<Tensors> of_input(inputs.size());
-  for (const Tensors& of_rank : outputs) {
-    require_pairs(of_rank.size(), inputs.size(), kTitle);
-    for (size_t i = 0; i < inputs.size(); ++i) of_input[i].push_back(of_rank[i]);
-  }
-  return all_gather_each(c10d::OpType::ALLGATHER_COALESCED, kTitle, options, of_input, inputs);
-}
-
-WorkPtr HostBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::AllgatherOptions& options) {
-  if (!in_memory(outputs) || !in_memory(inputs))
-    return gloo()->allgather_into_tensor_coalesced(outputs, inputs, options);
-  return all_gather_each(c10d::OpType::COALESCED, "apex:all_gather_into_tensor", options,
-                         each(outputs, alone), inputs);
+  auto work = begin(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options.timeout,
+                    {input}, {output});
+  work->start(channel()->all_gather(work->what(), {output}, input));
+  return work;
 }
 
 WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -382,8 +289,7 @@ WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   if (!in_memory(inputs)) return gloo()->gather(outputs, inputs, options);
   const Tensors list = list_of_root(outputs, options.rootRank, "apex:gather");
   auto work = begin(c10d::OpType::GATHER, "apex:gather", options.timeout, inputs, list);
-  work->add(channel()->gather(work->what(), work->outputs(list),
-                              in_order(only(inputs, work->what())), options.rootRank));
+  work->start(channel()->gather(work->what(), list, only(inputs, work->what()), options.rootRank));
   return work;
 }
 
@@ -391,53 +297,36 @@ WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
   if (!in_memory(outputs)) return gloo()->scatter(outputs, inputs, options);
   const Tensors list = list_of_root(inputs, options.rootRank, "apex:scatter");
-  auto work = begin(c10d::OpType::SCATTER, "apex:scatter", options.timeout, outputs, outputs);
-  work->add(channel()->scatter(work->what(), work->output(only(outputs, work->what())),
-                               each(list, in_order), options.rootRank));
-  return work;
-}
-
-/// Reduce-scatters each list of inputs into the output of the same index.
-WorkPtr HostBackend::reduce_scatter_each(c10d::OpType type, const char* title,
-                                         const c10d::ReduceScatterOptions& options,
-                                         const Tensors& outputs,
-                                         const std::vector<Tensors>& inputs) {
-  require_pairs(outputs.size(), inputs.size(), title);
-  auto work = begin(type, title, options.timeout, concat(inputs), outputs);
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    work->add(channel()->reduce_scatter(work->what(), work->output(outputs[i]),
-                                        each(inputs[i], in_order), options.reduceOp));
-  }
+  auto work = begin(c10d::OpType::SCATTER, "apex:scatter", options.timeout, list, outputs);
+  work->start(
+      channel()->scatter(work->what(), only(outputs, work->what()), list, options.rootRank));
   return work;
 }
 
 WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
-  if (!in_memory(outputs) || !can_reduce(outputs, options.reduceOp))
+  const at::Tensor& output = only(outputs, "apex:reduce_scatter");
+  if (!in_memory(outputs) || !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->reduce_scatter(outputs, inputs, options);
   const Tensors& list = only_list(inputs, size_, "apex:reduce_scatter");
   const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
     return tensor.numel() == list.front().numel();
   });
   if (!even) return gloo()->reduce_scatter(outputs, inputs, options);
-  return reduce_scatter_each(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options, outputs,
-                             inputs);
+  auto work =
+      begin(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options.timeout, list, outputs);
+  work->start(channel()->reduce_scatter(work->what(), output, list, options.reduceOp));
+  return work;
 }
 
 WorkPtr HostBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
-  if (!in_memory({output, input}) || !can_reduce({output}, options.reduceOp))
+  if (!in_memory({output, input}) || !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->_reduce_scatter_base(output, input, options);
-  return reduce_scatter_each(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base",
-                             options, {output}, {{input}});
-}
-
-WorkPtr HostBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::ReduceScatterOptions& options) {
-  if (!in_memory(outputs) || !in_memory(inputs) || !can_reduce(outputs, options.reduceOp))
-    return gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options);
-  return reduce_scatter_each(c10d::OpType::COALESCED, "apex:reduce_scatter_tensor", options,
-                             outputs, each(inputs, alone));
+  auto work = begin(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base",
+                    options.timeout, {input}, {output});
+  work->start(channel()->reduce_scatter(work->what(), output, {input}, options.reduceOp));
+  return work;
 }
 
 WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -449,11 +338,11 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   require_split(output, output_sizes, size_);
   require_split(input, input_sizes, size_);
   auto work = begin(c10d::OpType::ALLTOALL_BASE, kAllToAll, options.timeout, {input}, {output});
-  work->add(channel()->all_to_all(work->what(), work->output(output), in_order(input), output_sizes,
-                                  input_sizes));
+  work->start(channel()->all_to_all(work->what(), output, input, output_sizes, input_sizes));
   return work;
 }
 
+/// In one message, through a copy.
 WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
                               const c10d::AllToAllOptions& options) {
   if (!in_memory(outputs) || !in_memory(inputs)) return gloo()->alltoall(outputs, inputs, options);
@@ -462,11 +351,16 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
                     outputs.size(), " and ", inputs.size(), " tensors for ", size_, " ranks");
   auto work = begin(c10d::OpType::ALLTOALL, kAllToAll, options.timeout, inputs, outputs);
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const std::vector<int64_t> received = each(outputs, numel);
+  std::vector<int64_t> received, sent;
+  Tensors flat;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    received.push_back(outputs[rank].numel());
+    sent.push_back(inputs[rank].numel());
+    flat.push_back(inputs[rank].view({-1}));
+  }
   const at::Tensor all = at::empty({sum_of(received)}, outputs.front().options());
   work->split_later(all, outputs);
-  work->add(channel()->all_to_all(work->what(), all, at::cat(each(inputs, flat)), received,
-                                  each(inputs, numel)));
+  work->start(channel()->all_to_all(work->what(), all, at::cat(flat), received, sent));
   return work;
 }
 

@@ -27,19 +27,18 @@ namespace apex::parallel {
 // Note [The backend of a host]
 //
 // If all ranks of a group share memory, its collectives run on a HostChannel. If they are on
-// several hosts, at least one of which has several ranks, all-reduces run on a HostHierarchy. Gloo
-// does the rest: point-to-point messages, sparse tensors, a monitored barrier, and groups whose
-// ranks share no memory. The choice depends only on arguments that are the same on all ranks, so
-// all ranks make the same choice.
+// several hosts with the same number of ranks each, all-reduces run on a HostHierarchy. Gloo does
+// the rest: point-to-point messages, coalesced collectives, sparse tensors, a monitored barrier,
+// and groups whose ranks share no memory. The choice depends only on arguments that are the same on
+// all ranks, so all ranks make the same choice. Tensors must be contiguous, as in NCCL.
+//
+// This package calls the channel itself, with a name of the collective for errors.
 //
 // As in HostChannel, a collective makes progress while a rank waits for it or polls it. For works
 // with a future the program waits for the future instead. So from the first future on, a thread of
 // the backend waits for these works in the order of issue; while a callback runs, another thread
 // waits. A work that its caller drops becomes part of the group's next collective, which completes
 // when both have completed.
-//
-// Non-contiguous tensors are copied in the order of their elements, since ranks may have different
-// strides.
 
 class BackendWork;
 class BackendWorks;
@@ -66,7 +65,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override {
-    return allreduce(tensors, options);
+    return gloo()->allreduce_coalesced(tensors, options);
   }
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return gloo()->allreduce_sparse(tensors, options);
@@ -78,9 +77,13 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                              const c10d::AllgatherOptions& options) override;
+                              const c10d::AllgatherOptions& options) override {
+    return gloo()->allgather_coalesced(outputs, inputs, options);
+  }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override;
+                                          const c10d::AllgatherOptions& options) override {
+    return gloo()->allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -90,7 +93,9 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override;
+                                          const c10d::ReduceScatterOptions& options) override {
+    return gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes,
                         const c10d::AllToAllOptions& options) override;
@@ -130,34 +135,25 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   HostLinks links() const;
   bool shares_memory() const { return shares_memory_; }
   bool sums_by_host() const { return sums_by_host_; }
-  /// Whether AVG is computed in one step; otherwise it is a sum that is divided afterwards.
-  bool averages() const;
-  /// Whether allreduce() of such a CPU tensor uses the channel or the hierarchy.
+  /// Whether all_reduce() takes such a CPU tensor.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
-  /// HostChannel::broadcast() of contiguous tensors, where ranks share memory.
-  WorkPtr broadcast_changes(const Tensors& parts, int64_t root,
-                            const std::shared_ptr<std::vector<uint8_t>>& changed);
+  /// On the channel or the hierarchy. `what` names it in errors.
+  c10::intrusive_ptr<SlicedWork> all_reduce(const std::string& what, const at::Tensor& tensor,
+                                            c10d::ReduceOp::RedOpType op);
+  /// The channel between ranks that share memory.
+  /// @throws Error after the backend has ended.
+  std::shared_ptr<HostChannel> channel() const;
   /// A collective has failed: abandons sums in flight between hosts.
   void give_up(const std::string& why) noexcept;
   /// shutdown(); for `may_be_stuck` see end_elsewhere().
   void end(bool may_be_stuck);
 
  private:
-  /// @throws Error after the backend has ended.
-  std::shared_ptr<HostChannel> channel() const;
   c10::intrusive_ptr<BackendWork> begin(c10d::OpType type, const char* title,
                                         std::chrono::milliseconds timeout, const Tensors& inputs,
                                         Tensors outputs);
   bool in_memory(const Tensors& tensors) const;
-  bool is_root(int64_t root, const std::string& what) const;
   Tensors list_of_root(const std::vector<Tensors>& lists, int64_t root, const char* what) const;
-  void add_all_reduce(BackendWork& work, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-  WorkPtr all_gather_each(c10d::OpType type, const char* title,
-                          const c10d::AllgatherOptions& options,
-                          const std::vector<Tensors>& outputs, const Tensors& inputs);
-  WorkPtr reduce_scatter_each(c10d::OpType type, const char* title,
-                              const c10d::ReduceScatterOptions& options, const Tensors& outputs,
-                              const std::vector<Tensors>& inputs);
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;

@@ -72,16 +72,33 @@ std::optional<ProcessName> ProcessName::decode(const std::string& text) {
   return in ? std::optional<ProcessName>(std::move(process)) : std::nullopt;
 }
 
+namespace {
+
+const std::string& host() {
+  // Never destroyed: the store's threads check processes while this process exits.
+  static const auto& real = *new std::string(name_of_host());
+  return pretended_host().empty() ? real : pretended_host();
+}
+
+}  // namespace
+
 std::optional<ProcessName> this_process() {
-  return process_of(::getpid());  // read each time, since the process may have forked
+  // Of one process; a forked child reads it again.
+  static std::atomic<int64_t> pid{0};
+  static std::atomic<uint64_t> start_time{0};
+  if (pid != this_pid()) {
+    const auto self = process_of(this_pid());
+    if (!self) return std::nullopt;
+    start_time = self->start_time;
+    pid = self->pid;
+  }
+  return ProcessName{host(), pid, start_time};
 }
 
 std::optional<ProcessName> process_of(int64_t pid) {
-  // Never destroyed: the store's threads check processes while this process exits.
-  static const auto& host = *new std::string(name_of_host());
   const auto stat = read_stat(pid);
-  if (!stat || host.empty()) return std::nullopt;
-  return ProcessName{pretended_host().empty() ? host : pretended_host(), pid, stat->start_time};
+  if (!stat || host().empty()) return std::nullopt;
+  return ProcessName{host(), pid, stat->start_time};
 }
 
 int64_t this_pid() {

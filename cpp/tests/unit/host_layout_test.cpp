@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 /// Table tests of layouts.
@@ -20,28 +19,15 @@ TEST(HostLayout, HostsCountByTheirFirstRanks_RanksByTheGroup) {
   EXPECT_EQ(layout.hosts, (Hosts{{0, 2, 5}, {1, 4}, {3}}));
   EXPECT_EQ(layout.host, 0);
   EXPECT_EQ(layout.place, 2);
-  EXPECT_EQ(layout.columns, 1);
-  EXPECT_FALSE(layout.in_column());
-  EXPECT_FALSE(layout.even());
-  EXPECT_TRUE(layout.worthwhile());
-  EXPECT_TRUE(lay_out(names, 0).in_column());
-  EXPECT_TRUE(lay_out(names, 3).in_column());
+  EXPECT_EQ(layout.places(), 3);
   EXPECT_EQ(lay_out(names, 4).host, 1);
 }
 
-TEST(HostLayout, ColumnsAreThoseOfTheSmallestHost) {
-  const std::vector<std::pair<std::vector<std::string>, int>> cases{
-      {{"a", "a", "b", "b"}, 2}, {{"a", "a", "a", "b"}, 1}, {{"a", "a", "a", "b", "b"}, 2},
-      {{"a", "b", "c", "c"}, 1}, {{"a", "a", "a"}, 3},
-  };
-  for (const auto& [names, columns] : cases) EXPECT_EQ(lay_out(names, 0).columns, columns);
-}
-
-TEST(HostLayout, OneHost_OrOneRankOnEach_IsNotWorthwhile) {
+TEST(HostLayout, OneHost_OneRankOnEach_OrDifferentNumbers_IsNotWorthwhile) {
   EXPECT_FALSE(lay_out({"a", "a", "a"}, 1).worthwhile());
   EXPECT_FALSE(lay_out({"a", "b", "c"}, 1).worthwhile());
-  EXPECT_TRUE(lay_out({"a", "b", "a"}, 1).worthwhile());
-  EXPECT_TRUE(lay_out({"a", "b", "a", "b"}, 1).even());
+  EXPECT_FALSE(lay_out({"a", "b", "a"}, 1).worthwhile());
+  EXPECT_TRUE(lay_out({"a", "b", "a", "b"}, 1).worthwhile());
 }
 
 TEST(EqualPart, PartsFollowEachOther_AndDifferByOneAtMost) {
