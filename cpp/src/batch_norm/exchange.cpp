@@ -15,10 +15,10 @@
 
 #include "comm/announcer.h"
 #include "comm/collectives.h"
+#include "comm/separate_group.h"
 #include "comm/slices.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
-#include "transport/separate_group.h"
 #include "watch/watched_group.h"
 
 namespace apex::parallel::detail {

@@ -14,8 +14,8 @@
 #include <apex/error.h>
 
 #include "batch_norm/sync_batch_norm_ops.h"
+#include "by_group.h"
 #include "comm/announcer.h"
-#include "comm/by_group.h"
 #include "torch_version.h"
 
 namespace apex::parallel {

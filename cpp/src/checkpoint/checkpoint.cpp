@@ -25,7 +25,7 @@
 #include <apex/error.h>
 #include <apex/parallel/model_sync.h>
 
-#include "comm/error_text.h"
+#include "error_text.h"
 #include "plain_text.h"
 
 namespace apex::parallel {

@@ -18,13 +18,13 @@
 #include <apex/error.h>
 #include <apex/interruption.h>
 
-#include "comm/error_text.h"
+#include "comm/separate_group.h"
 #include "comm/slices.h"
 #include "distributed/backends.h"
+#include "error_text.h"
 #include "interruption.h"
 #include "tensor_memory.h"
 #include "torch_version.h"
-#include "transport/separate_group.h"
 #include "watch/neighbours.h"
 #include "watch/stall.h"
 #include "watch/timing.h"

@@ -10,9 +10,9 @@
 #include <apex/parallel/model_sync.h>
 
 #include "comm/collectives.h"
-#include "comm/endings.h"
+#include "comm/separate_group.h"
+#include "endings.h"
 #include "torch_version.h"
-#include "transport/separate_group.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
 

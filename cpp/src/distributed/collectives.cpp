@@ -12,9 +12,9 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/separate_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
-#include "transport/separate_group.h"
 
 namespace apex::distributed {
 

@@ -16,9 +16,9 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/error_text.h"
 #include "distributed/backends.h"
 #include "distributed/rendezvous.h"
+#include "error_text.h"
 #include "transport/host_backend.h"
 #include "watch/process_state.h"
 #include "watch/watched_group.h"

@@ -16,7 +16,7 @@
 
 #include <apex/error.h>
 
-#include "comm/error_text.h"
+#include "error_text.h"
 
 namespace apex::distributed {
 namespace {

@@ -7,10 +7,10 @@
 #include <c10/core/TensorImpl.h>
 
 #include "comm/collectives.h"
+#include "comm/separate_group.h"
 #include "reducer/averaging.h"
 #include "reducer/reduction.h"
 #include "torch_version.h"
-#include "transport/separate_group.h"
 
 namespace apex::parallel::detail {
 

@@ -9,7 +9,7 @@
 #include <apex/interruption.h>
 
 #include "comm/collectives.h"
-#include "comm/error_text.h"
+#include "error_text.h"
 #include "reducer/reduction.h"
 #include "watch/watcher.h"
 

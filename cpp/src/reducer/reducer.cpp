@@ -11,7 +11,7 @@
 
 #include <apex/error.h>
 
-#include "comm/endings.h"
+#include "endings.h"
 #include "reducer/reducer_core.h"
 #include "watch/stall.h"
 #include "watch/watcher.h"

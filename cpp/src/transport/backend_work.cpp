@@ -11,7 +11,7 @@
 
 #include <apex/error.h>
 
-#include "comm/endings.h"
+#include "endings.h"
 
 namespace apex::parallel {
 

@@ -22,8 +22,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "comm/host_channel.h"
-#include "comm/sliced_work.h"
+#include "transport/host_channel.h"
+#include "transport/sliced_work.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {

@@ -13,14 +13,14 @@
 #include <apex/distributed/host_backend.h>
 #include <apex/error.h>
 
-#include "comm/endings.h"
-#include "comm/error_text.h"
-#include "comm/host_channel.h"
-#include "comm/host_hierarchy.h"
-#include "comm/host_topology.h"
+#include "endings.h"
+#include "error_text.h"
 #include "tensor_memory.h"
 #include "torch_version.h"
 #include "transport/backend_work.h"
+#include "transport/host_channel.h"
+#include "transport/host_hierarchy.h"
+#include "transport/host_topology.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {

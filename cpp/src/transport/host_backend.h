@@ -18,8 +18,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "comm/host_topology.h"
 #include "distributed/backends.h"
+#include "transport/host_topology.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {

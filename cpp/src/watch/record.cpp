@@ -6,15 +6,10 @@
 #include <locale>
 #include <sstream>
 
+#include "error_text.h"
 #include "plain_text.h"
 
 namespace apex::parallel {
-
-// Without the backward number, because ranks may count differently, and the list of buffers,
-// because the broadcast itself reports its differences.
-std::string in_common(const std::string& what) {
-  return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
-}
 
 void CallLog::add(const std::string& what) {
   ++number;

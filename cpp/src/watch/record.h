@@ -21,9 +21,6 @@ namespace apex::parallel {
 /// What happened to the process of each rank, such as "has ended (process 17)".
 using Proof = std::map<int, std::string>;
 
-/// The part of a collective's name that is the same on all ranks.
-std::string in_common(const std::string& what);
-
 /// The last collectives that a rank has called in one channel.
 struct CallLog {
   static constexpr size_t kKept = 8;

@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "comm/by_group.h"
+#include "by_group.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "watch/neighbours.h"

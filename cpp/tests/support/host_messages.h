@@ -16,7 +16,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "comm/host_layout.h"
+#include "transport/host_layout.h"
 
 namespace apex::testing {
 

@@ -14,7 +14,7 @@
 
 #include <gtest/gtest.h>
 
-#include "comm/host_channel.h"
+#include "transport/host_channel.h"
 
 namespace apex::testing {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_channel.h"
+#include "transport/host_channel.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/host_steps.h"
 
-#include "../../src/comm/host_hierarchy.cpp"
+#include "../../src/transport/host_hierarchy.cpp"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -25,8 +25,8 @@
 #include <support/host_messages.h>
 
 #include "comm/collectives.h"
+#include "comm/separate_group.h"
 #include "distributed/backends.h"
-#include "transport/separate_group.h"
 #include "watch/process_state.h"
 #include "watch/watched_group.h"
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/host_steps.h"
 
-#include "../../src/comm/futex_event.cpp"
-#include "../../src/comm/host_channel.cpp"
-#include "../../src/comm/host_channel_parts.cpp"
-#include "../../src/comm/host_channel_wait.cpp"
+#include "../../src/transport/futex_event.cpp"
+#include "../../src/transport/host_channel.cpp"
+#include "../../src/transport/host_channel_parts.cpp"
+#include "../../src/transport/host_channel_wait.cpp"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <support/host_threads.h>
 
-#include "comm/endings.h"
+#include "endings.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_memory.h"
+#include "transport/host_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -17,8 +17,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "comm/host_memory.h"
-#include "comm/sliced_work.h"
+#include "transport/host_memory.h"
+#include "transport/sliced_work.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {

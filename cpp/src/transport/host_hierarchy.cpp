@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_hierarchy.h"
+#include "transport/host_hierarchy.h"
 
 #include <algorithm>
 #include <condition_variable>
@@ -15,9 +15,9 @@
 
 #include <apex/error.h>
 
-#include "comm/endings.h"
-#include "comm/error_text.h"
-#include "comm/host_step.h"
+#include "endings.h"
+#include "error_text.h"
+#include "transport/host_step.h"
 
 namespace apex::parallel {
 

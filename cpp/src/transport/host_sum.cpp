@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_sum.h"
+#include "transport/host_sum.h"
 
 #include <algorithm>
 #include <cstring>

@@ -4,9 +4,9 @@
 #include <iterator>
 #include <utility>
 
-#include "comm/host_channel.h"
-#include "comm/host_protocol.h"
-#include "comm/host_sum.h"
+#include "transport/host_channel.h"
+#include "transport/host_protocol.h"
+#include "transport/host_sum.h"
 
 // Makes progress on the collectives in flight.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_layout.h"
+#include "transport/host_layout.h"
 
 #include <algorithm>
 

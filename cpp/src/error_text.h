@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <string>
 
@@ -35,6 +36,13 @@ inline std::string shortened(const std::string& text) {
 inline std::string first_line_of(const std::exception_ptr& cause) {
   const std::string text = message_of(cause);
   return text.substr(0, text.find('\n'));
+}
+
+/// The part of a collective's name that is the same on all ranks: without the backward number,
+/// because ranks may count differently, and the list of buffers, because the broadcast itself
+/// reports its differences.
+inline std::string in_common(const std::string& what) {
+  return what.substr(0, std::min(what.find(", of backward number"), what.find(" ('")));
 }
 
 }  // namespace apex::parallel

@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/host_channel.h"
-#include "comm/host_hierarchy.h"
+#include "transport/host_channel.h"
+#include "transport/host_hierarchy.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/futex_event.h"
+#include "transport/futex_event.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -8,7 +8,7 @@
 #include <climits>
 #include <ctime>
 
-#include "comm/host_step.h"
+#include "transport/host_step.h"
 
 namespace apex::parallel {
 

@@ -5,9 +5,9 @@
 
 #include <apex/error.h>
 
-#include "comm/host_channel.h"
-#include "comm/host_protocol.h"
 #include "plain_text.h"
+#include "transport/host_channel.h"
+#include "transport/host_protocol.h"
 
 // Waiting, and detection of peers that have failed.
 

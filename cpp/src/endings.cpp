@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/endings.h"
+#include "endings.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_channel.h"
+#include "transport/host_channel.h"
 
 #include <sched.h>
 
@@ -15,10 +15,10 @@
 
 #include <apex/error.h>
 
-#include "comm/host_protocol.h"
-#include "comm/host_sum.h"
+#include "error_text.h"
 #include "plain_text.h"
-#include "watch/record.h"
+#include "transport/host_protocol.h"
+#include "transport/host_sum.h"
 
 // Creates a channel and issues collectives. host_channel_parts.cpp makes progress on them, and
 // host_channel_wait.cpp waits.

@@ -16,10 +16,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "comm/futex_event.h"
-#include "comm/host_channel.h"
-#include "comm/host_memory.h"
-#include "comm/host_step.h"
+#include "transport/futex_event.h"
+#include "transport/host_channel.h"
+#include "transport/host_memory.h"
+#include "transport/host_step.h"
 
 namespace apex::parallel {
 

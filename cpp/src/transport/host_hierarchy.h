@@ -13,8 +13,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "comm/host_channel.h"
-#include "comm/host_layout.h"
+#include "transport/host_channel.h"
+#include "transport/host_layout.h"
 
 namespace apex::parallel {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "transport/separate_group.h"
+#include "comm/separate_group.h"
 
 #include <algorithm>
 #include <chrono>
@@ -18,10 +18,10 @@
 
 #include <apex/error.h>
 
-#include "comm/by_group.h"
+#include "by_group.h"
 #include "comm/collectives.h"
-#include "comm/endings.h"
 #include "distributed/backends.h"
+#include "endings.h"
 #include "torch_version.h"
 #include "transport/host_backend.h"
 #include "watch/process_state.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "comm/host_topology.h"
+#include "transport/host_topology.h"
 
 #include <algorithm>
 #include <cstdlib>
