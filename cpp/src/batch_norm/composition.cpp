@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
@@ -79,6 +80,17 @@ class Call {
 
 using Channels = std::vector<double>;
 
+/// An uninitialized tensor on the host, without the dispatcher, which takes longer than a small
+/// layer's channels.
+at::Tensor host_tensor(int64_t numel, at::ScalarType type) {
+  return at::Tensor(at::detail::empty_cpu({numel}, type));
+}
+
+/// tensor.to(type).
+at::Tensor as(at::ScalarType type, const at::Tensor& tensor) {
+  return tensor.scalar_type() == type ? tensor : tensor.to(type);
+}
+
 at::Tensor on_host(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : tensor.cpu(); }
 
 at::Tensor on_device_of(const at::Tensor& x, const at::Tensor& host) {
@@ -111,7 +123,7 @@ Channels values_of(const OptionalTensor& tensor, int64_t channels, double absent
 template <size_t kCount, typename Of>
 std::array<at::Tensor, kCount> coefficients(const Call& call, Of&& of) {
   std::array<at::Tensor, kCount> tensors;
-  for (at::Tensor& tensor : tensors) tensor = at::empty({call.channels}, call.computing());
+  for (at::Tensor& tensor : tensors) tensor = host_tensor(call.channels, call.computing());
   AT_DISPATCH_FLOATING_TYPES(call.computing(), "batch norm", [&] {
     std::array<scalar_t*, kCount> to;
     for (size_t i = 0; i < kCount; ++i) to[i] = tensors[i].template mutable_data_ptr<scalar_t>();
@@ -135,7 +147,7 @@ at::Tensor transform(const at::Tensor& x, const std::array<at::Tensor, kCount>& 
 /// This rank's record for merge(): mean[C], m2[C], count.
 at::Tensor record_of(const Call& call) {
   const int64_t channels = call.channels, count = call.values_per_channel();
-  at::Tensor record = at::empty({kernels::statistics_length(channels)}, at::kDouble);
+  at::Tensor record = host_tensor(kernels::statistics_length(channels), at::kDouble);
   if (count == 0 || channels == 0) return record.zero_();
   // The arguments for running statistics select float32 results of 16-bit input.
   const OptionalTensor zeros =
@@ -158,7 +170,7 @@ struct Statistics {
 };
 
 Statistics merge(const at::Tensor& records, int64_t channels) {
-  Statistics all{at::empty({channels}, at::kDouble), Channels(static_cast<size_t>(channels))};
+  Statistics all{host_tensor(channels, at::kDouble), Channels(static_cast<size_t>(channels))};
   auto* const mean = all.mean.mutable_data_ptr<double>();
   std::fill_n(mean, channels, 0.0);
   const auto* const begin = records.const_data_ptr<double>();
@@ -217,7 +229,8 @@ ForwardResult forward_composed(const ForwardArguments& a) {
   const auto count = static_cast<int64_t>(all.count);
   check_more_than_one_value(a.input, count);
   update_running(a, all);
-  const at::Tensor invstd = at::empty_like(all.mean), counted = at::empty({1}, at::kLong);
+  const at::Tensor invstd = host_tensor(call.channels, at::kDouble),
+                   counted = host_tensor(1, at::kLong);
   const auto* const mean = all.mean.const_data_ptr<double>();
   auto* const inverse = invstd.mutable_data_ptr<double>();
   for (int64_t c = 0; c < call.channels; ++c) inverse[c] = 1 / std::sqrt(all.var[c] + a.eps);
@@ -244,12 +257,13 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   const int64_t channels = call.channels;
   const bool empty = x.numel() == 0;
   const Channels mean = values_of(a.mean, channels), invstd = values_of(a.invstd, channels);
-  const at::Tensor sums = at::zeros({2 * channels}, at::kDouble);
+  const at::Tensor sums = host_tensor(2 * channels, at::kDouble);
   auto* const sum_dy = sums.mutable_data_ptr<double>();
+  std::fill_n(sum_dy, 2 * channels, 0.0);
   auto* const sum_dy_xmu = sum_dy + channels;  // of dy * (x - mean)
   at::Tensor dy;
   if (!empty) {
-    dy = call.flat(in_layout_of(x, a.grad_output.to(x.scalar_type())));
+    dy = call.flat(in_layout_of(x, as(x.scalar_type(), a.grad_output)));
     const auto [high, scale] = coefficients<2>(call, [&](auto type, int64_t c) {
       using T = decltype(type);
       return std::array<T, 2>{static_cast<T>(mean[c]), static_cast<T>(invstd[c])};
@@ -265,8 +279,8 @@ BackwardResult backward_composed(const BackwardArguments& a) {
       sum_dy_xmu[c] = sum_dy_xmu[c] / factor[c] - (mean[c] - rounded[c]) * sum_dy[c];
   }
   const auto parameter = [&](bool needed, auto&& of) {
-    const auto options = parameter_options(a);
-    const at::Tensor host = at::empty({needed ? channels : 0}, options.device(at::kCPU));
+    const at::Tensor host =
+        host_tensor(needed ? channels : 0, parameter_options(a).dtype().toScalarType());
     each_channel(host, [&](int64_t c, auto& value) {
       value = static_cast<std::decay_t<decltype(value)>>(of(c));
     });
@@ -299,7 +313,7 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   const at::Tensor dy_scale = all_k[4].view(shape);
   // The terms may cancel, so they are not rounded to 16 bits.
   call.for_each_part({flat, dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
-    const auto wide = [&](size_t t) { return part[t].to(call.computing()); };
+    const auto wide = [&](size_t t) { return as(call.computing(), part[t]); };
     at::Tensor result = part[2];
     at::addcmul_out(result, transform(wide(0), all_k), wide(1), dy_scale);
   });
