@@ -25,7 +25,7 @@ _parse = argparse.ArgumentParser.parse_known_args
 def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
     """argparse's method. Before it parses ``sys.argv``, the options of a rank that the parser
     defines are inserted there. A ``--rank`` without ``--world-size`` has another meaning."""
-    if args is None or list(args) == sys.argv[1:]:
+    if args is None or args == sys.argv[1:]:
         options = itertools.takewhile(lambda argument: argument != "--", sys.argv[1:])
         given = {argument.partition("=")[0] for argument in options}
         defined = self._option_string_actions
