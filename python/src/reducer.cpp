@@ -61,8 +61,6 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["launched_in_backward"] = statistics.launched_in_backward;
   result["launched_at_end"] = statistics.launched_at_end;
   result["gradients_copied"] = statistics.gradients_copied;
-  result["gradients_copied_early"] = statistics.gradients_copied_early;
-  result["reduced_in_place"] = statistics.reduced_in_place;
   result["reduced_in_shared_memory"] = statistics.reduced_in_shared_memory;
   result["reduced_by_host"] = statistics.reduced_by_host;
   result["buffers_registered"] = statistics.buffers_registered;

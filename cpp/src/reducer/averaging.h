@@ -9,11 +9,11 @@
 //   bfloat16 that is exact if N is a power of two. For another N all averages are off by the
 //   rounding of 1/N, up to 0.4 %. In float16 a value below 2^-14 N (0.06 at 1,024 ranks) becomes
 //   subnormal. In float32 and float64 the error is that of one rounding.
-// - A copy into the bucket that multiplies by 1/N has the same errors. So does a division after the
-//   sum that rounds 1/N to the dtype: see scale_in_place().
+// - A division before the sum has the same errors. So does a division after the sum that rounds 1/N
+//   to the dtype: see scale_in_place().
 //
-// So float16, and bfloat16 unless N is a power of two, are summed first and divided afterwards, as
-// in NVIDIA's Apex. A float16 sum may then overflow although the average would not, above
+// So where the collective does not divide well, gradients are summed first and divided afterwards,
+// as in NVIDIA's Apex. A float16 sum may then overflow although the average would not, above
 // 65,504 / N. The result is an infinity on every rank, and a dynamic loss scaler reduces its scale.
 // Gradients that underflow would not be detected. gradient_predivide_factor moves a part of the
 // division before the sum, and allreduce_always_fp32 sums in float32.
@@ -30,7 +30,7 @@
 namespace apex::parallel::detail {
 
 struct Averaging {
-  double before = 1.0;  ///< gradients are multiplied by this while they are packed
+  double before = 1.0;  ///< gradients are multiplied by this before they are sent
   double after = 1.0;   ///< and by this when they are unpacked
 };
 
@@ -40,9 +40,8 @@ inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
   return dtype == at::kFloat || dtype == at::kDouble || (dtype == at::kBFloat16 && power_of_two);
 }
 
-/// The factors for a bucket. The division needs no extra pass: the collective divides if it can,
-/// otherwise the copy into the bucket does. float16 and bfloat16 are divided after the sum, see
-/// Note [Averages in low precision].
+/// The factors for a bucket. The collective divides if it can and rounds well; otherwise the sum is
+/// divided, see Note [Averages in low precision].
 /// @param divisor     number of ranks to divide by; under join() it may exclude ranks without data.
 /// @param world_size  number of ranks by which a reduction that averages divides.
 /// @param total_weight  of all ranks, with the option weighted: see Note [Weighted means].
@@ -60,9 +59,6 @@ inline Averaging averaging_of(const ReducerOptions& options, const ReductionTrai
   if (traits.averages) {
     return {1.0, options.gradient_average ? static_cast<double>(world_size) / ranks : 1.0};
   }
-  const bool divides_first = options.gradient_average && options.gradient_predivide_factor == 1.0 &&
-                             (dtype == at::kFloat || dtype == at::kDouble);
-  if (divides_first) return {1.0 / ranks, 1.0};
   const double factor = options.gradient_predivide_factor;
   return {1.0 / factor, options.gradient_average ? factor / ranks : 1.0};
 }

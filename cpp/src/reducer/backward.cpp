@@ -11,7 +11,9 @@
 #include <apex/error.h>
 #include <apex/interruption.h>
 
+#include "comm/scale_in_place.h"
 #include "fingerprint.h"
+#include "reducer/sparse.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
@@ -57,7 +59,8 @@ namespace {
 std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
   std::vector<int64_t> late;
   for (size_t i = 0; i < plan.places.size(); ++i) {
-    if (plan.places[i].bucket < 0 && used_by_any[i] != 0) late.push_back(static_cast<int64_t>(i));
+    if (!plan.places[i].is_planned() && used_by_any[i] != 0)
+      late.push_back(static_cast<int64_t>(i));
   }
   return late;
 }
@@ -109,7 +112,7 @@ std::string Backward::describe() const {
 
 // --- while gradients are computed ---
 
-void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
+void Backward::gradient_ready(size_t index) {
   const Parameter& parameter = context_.parameters[index];
   if (context_.phase == Phase::kEnding) {
     throw Error(context_.me() + "parameter '" + parameter.name +
@@ -123,7 +126,6 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
     pass_.fail(describe_early_write(context_, parameter));
   ++gradient.fired;
-  // With gradient_as_bucket_view, .grad is undefined if the gradient is already in its bucket.
   if (parameter.variable.grad().defined()) pass_.used[index] = 1;
   if (gradient.stale && context_.leaves_sums()) {
     pass_.fail(
@@ -134,16 +136,16 @@ void Backward::gradient_ready(size_t index, const at::Tensor& incoming) {
         "accumulate under no_sync().");
   }
   gradient.last_fired = ++pass_.clock;
-  if (book_.current() != nullptr) count_down(index, incoming);
+  if (book_.current() != nullptr) count_down(index);
 }
 
 /// Decrements the number of gradients that the bucket waits for.
-void Backward::count_down(size_t index, const at::Tensor& incoming) {
+void Backward::count_down(size_t index) {
   const Parameter& parameter = context_.parameters[index];
   const Place& place = plan().places[index];
   const int32_t fired = pass_.gradients[index].fired;
   if (place.bucket < 0) {
-    if (context_.options.static_graph) {
+    if (!place.is_sparse() && context_.options.static_graph) {
       pass_.fail(context_.me() + "parameter '" + parameter.name +
                  "' got a gradient, but had none on any rank in the first backward, so with "
                  "static_graph=True it has no bucket and its gradient was not averaged. Construct "
@@ -163,27 +165,27 @@ void Backward::count_down(size_t index, const at::Tensor& incoming) {
         "that changes, or construct with delay_allreduce=True.");
     return;
   }
-  if (!parameter.device.is_cpu()) {
+  if (parameter.device.is_cpu()) {
+    if (fired >= place.expected) entry.message.put(place.slot, pass_.kept[index] != 0);
+  } else {
     const c10::Stream stream =
         c10::impl::VirtualGuardImpl(parameter.device.type()).getStream(parameter.device);
     auto& producers = entry.producers;
     if (std::find(producers.begin(), producers.end(), stream) == producers.end())
       producers.push_back(stream);
   }
-  if (fired >= place.expected)
-    entry.message.copy_early(place.slot, entry.averaging(context_).before);
   if (fired == place.expected) --entry.pending;
-  launch_ready(incoming);
+  launch_ready();
 }
 
-void Backward::launch_ready(const at::Tensor& incoming) {
+void Backward::launch_ready() {
   if (context_.options.delay_allreduce || context_.owes_end || context_.waits_for_turn) return;
   auto& entries = plan().entries;
   const size_t end = plan().plain_buckets();
   while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
     if (pass_.next_launch > 0 && entries[pass_.next_launch - 1].reduction->holds_back_next())
       return;
-    launch(pass_.next_launch, incoming);
+    launch(pass_.next_launch);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }
 }
@@ -193,7 +195,7 @@ void Backward::launch_if_all_frozen() {
   if (plan == nullptr) return;
   const bool frozen = std::all_of(plan->entries.begin(), plan->entries.end(),
                                   [](const PlannedBucket& entry) { return entry.pending == 0; });
-  if (frozen) launch_ready({});
+  if (frozen) launch_ready();
 }
 
 bool Backward::launched_all() const {
@@ -204,15 +206,14 @@ bool Backward::launched_all() const {
          (all == 0 || !plan->entries[all - 1].reduction->holds_back_next());
 }
 
-void Backward::launch(size_t index, const at::Tensor& incoming,
-                      const std::function<void()>& packed) {
+void Backward::launch(size_t index, const std::function<void()>& packed) {
   PlannedBucket& entry = plan().entries[index];
   pass_.next_launch = index + 1;  // first, so that a launch that throws is not retried
   const auto before_start = [&] {
     if (context_.options.check_finite) reporter_.finite.look(entry.message);
     if (packed) packed();
   };
-  or_end([&] { launch_bucket(entry, index, pass_, incoming, context_, before_start); });
+  or_end([&] { launch_bucket(entry, index, pass_, context_, before_start); });
 }
 
 /// Runs `launch`. Fails the reducer if nothing more may be sent. The other ranks are notified then.
@@ -236,7 +237,7 @@ void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
   Plan& plan = this->plan();
   for (size_t next = pass_.next_launch; next < end; ++next) {
     if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
-    launch(next, {}, next >= plan.plain_buckets() ? packed : std::function<void()>());
+    launch(next, next >= plan.plain_buckets() ? packed : std::function<void()>());
     context_.statistics.add(&ReducerStatistics::launched_at_end);
   }
 }
@@ -246,7 +247,13 @@ void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
   const auto packed = [&] {
     report.digest = reporter_.replicas.digest(report.facts, reporter_.trainable);
-    if (context_.options.check_finite) report.non_finite = reporter_.finite.first();
+    if (context_.options.check_finite) {
+      for (size_t i = 0; plan.has_sparse && i < plan.places.size(); ++i) {
+        if (plan.places[i].is_sparse() && pass_.used[i] != 0)
+          reporter_.finite.look(static_cast<int64_t>(i), context_.parameters[i].variable.grad());
+      }
+      report.non_finite = reporter_.finite.first();
+    }
     if (plan.carries_report) {
       const BucketMessage& last = plan.entries.back().message;
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
@@ -376,7 +383,6 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed, const P
   std::vector<Place> places(parameters.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const RecordedParameter& seen = agreed.parameters[i];
-    places[i].sparse = seen.sparse_dim != 0;
     places[i].sparse_dim = seen.sparse_dim;
     places[i].trainable = trainable[i] || (extended != nullptr && extended->places[i].trainable);
     // A rank uses its own count, or the other ranks' count if it has none yet.
@@ -386,7 +392,11 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed, const P
   // A frozen parameter may have an older gradient: it is reduced now, but not expected again.
   std::vector<int64_t> ready;
   for (const int64_t i : agreed.ready_order) {
-    if (trainable[i]) ready.push_back(i);
+    if (trainable[i] && !places[i].is_sparse()) ready.push_back(i);
+  }
+  for (size_t i = 0; extended != nullptr && i < places.size(); ++i) {
+    if (extended->places[i].is_sparse() && agreed.parameters[i].fired == 0)
+      places[i] = extended->places[i];
   }
   for (size_t b = 0; extended != nullptr && b < extended->buckets.buckets.size(); ++b) {
     for (const int64_t i : extended->buckets.buckets[b]) {
@@ -400,8 +410,8 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed, const P
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
   Plan& plan = book_.put(std::move(places));
-  plan.buckets = assign_buckets(parameter_infos(context_, plan.places), ready, limits,
-                                context_.options.trigger_parameters);
+  plan.buckets =
+      assign_buckets(parameter_infos(context_), ready, limits, context_.options.trigger_parameters);
   plan.kinds = context_.parameters.kinds();
   build_entries(plan, context_);
   plan.expect(trainable, context_.options.static_graph);
@@ -425,7 +435,7 @@ void Backward::refuse(const StepTable& table) {
 bool Backward::misses_gradients() const {
   const Plan& plan = *book_.current();
   for (size_t i = 0; i < plan.places.size(); ++i) {
-    if (plan.places[i].bucket < 0 || pass_.used[i] != 0) continue;
+    if (!plan.places[i].is_planned() || pass_.used[i] != 0) continue;
     if (reporter_.trainable[i] || (context_.parameters_changed && pass_.accumulated)) return true;
   }
   return false;
@@ -437,7 +447,9 @@ bool Backward::must_read() const {
     return true;
   }
   const Plan& plan = *book_.current();
-  if (plan.watches_unplanned || (context_.members.alone() && reporter_.wants_skip)) return true;
+  if (plan.watches_unplanned || plan.has_sparse ||
+      (context_.members.alone() && reporter_.wants_skip))
+    return true;
   return misses_gradients() || !outside(plan, pass_.used).empty();
 }
 
@@ -457,9 +469,35 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   }
 }
 
-/// Clears gradients if no rank had a sample. Then there is no mean, and the gradients may be NaN.
+/// Averages the sparse gradients that a rank used. Their sizes differ by rank, so the ranks
+/// exchange them when all other messages are sent and the reports have shown which ones there are.
+void Backward::reduce_sparse() {
+  const Plan& plan = this->plan();
+  for (size_t i = 0; plan.has_sparse && i < plan.places.size(); ++i) {
+    if (!plan.places[i].is_sparse() || pass_.used_by_any[i] == 0) continue;
+    const at::Tensor& variable = context_.parameters[i].variable;
+    const Averaging factors =
+        averaging_of(context_.options, {}, variable.scalar_type(), context_.divisor,
+                     context_.members.size, context_.total_weight);
+    at::Tensor sum =
+        sparse_gradient(variable, plan.places[i].sparse_dim).mul(factors.before).coalesce();
+    if (!context_.members.alone()) {
+      sum = context_.monitor.open(
+          [&] { return sparse_all_reduce(sum, context_.members.group_of(0)); });
+    }
+    if (factors.after != 1.0) scale_in_place(sum, factors.after);
+    if (has_no_weight()) sum.zero_();
+    variable.mutable_grad() = sum;
+  }
+}
+
+/// Whether no rank had a sample. Then there is no mean, and the gradients may be NaN.
+bool Backward::has_no_weight() const {
+  return context_.options.weighted && context_.total_weight == 0 && !pass_.skipped;
+}
+
 void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slots) {
-  if (!context_.options.weighted || context_.total_weight != 0 || pass_.skipped) return;
+  if (!has_no_weight()) return;
   TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
                   context_.backward_number, " are 0");
   const at::NoGradGuard no_grad;
@@ -478,6 +516,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   const ReducerOptions& options = context_.options;
   judge(meanwhile);
   for (size_t b = 0; b < plan().entries.size(); ++b) complete_entry(b, meanwhile);
+  reduce_sparse();
   settle();
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
@@ -499,7 +538,7 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
   }
   if (pass_.failure) return;
   try {
-    hand_out_bucket(entry, pass_, context_);
+    hand_out_bucket(entry, context_);
     clear_without_weight(entry.message.slots());
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
@@ -531,7 +570,7 @@ void Backward::settle() {
     }
     if (!more.empty()) {
       const BucketPlan added =
-          assign_buckets(parameter_infos(context_, plan.places), more, context_.options.limits);
+          assign_buckets(parameter_infos(context_), more, context_.options.limits);
       plan.buckets.buckets.insert(plan.buckets.buckets.end(), added.buckets.begin(),
                                   added.buckets.end());
       build_entries(plan, context_);
@@ -544,7 +583,7 @@ void Backward::settle() {
 
 void Backward::reduce_late(const std::vector<int64_t>& late) {
   detail::reduce_late(
-      late, plan().places, pass_,
+      late, pass_,
       [this](const auto& slots) {
         clear_without_weight(slots);
         find_non_finite_sum(slots);
@@ -626,7 +665,7 @@ void Backward::remember_reduced() {
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     const at::Tensor& grad = parameter.variable.grad();
-    if (!grad.defined() || plan().places[i].bucket < 0) continue;
+    if (!grad.defined() || !plan().places[i].is_planned()) continue;
     parameter.reduced =
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
     parameter.reduced_version = grad._version();
@@ -641,8 +680,8 @@ void Backward::sample_parameters() {
     return;
   }
   std::vector<at::Tensor> parameters;
-  for (const auto& bucket : plan().buckets.buckets) {
-    for (const int64_t index : bucket) parameters.push_back(context_.parameters[index].variable);
+  for (size_t i = 0; i < plan().places.size(); ++i) {
+    if (plan().places[i].is_planned()) parameters.push_back(context_.parameters[i].variable);
   }
   reporter_.tracker.sample(plan().number, parameters);
 }

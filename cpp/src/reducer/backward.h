@@ -45,8 +45,8 @@ class Backward {
   BackwardPass& pass() { return pass_; }
 
   // While gradients are computed.
-  void gradient_ready(size_t index, const at::Tensor& incoming);
-  void launch_ready(const at::Tensor& incoming);
+  void gradient_ready(size_t index);
+  void launch_ready();
   /// No gradient will be ready if all parameters of the plan are frozen, for example those of the
   /// other model of a GAN. Other reducers may wait for these buckets: see Note [Turns].
   void launch_if_all_frozen();
@@ -78,8 +78,8 @@ class Backward {
  private:
   Plan& plan() { return *book_.current(); }
 
-  void count_down(size_t index, const at::Tensor& incoming);
-  void launch(size_t index, const at::Tensor& incoming, const std::function<void()>& packed = {});
+  void count_down(size_t index);
+  void launch(size_t index, const std::function<void()>& packed = {});
   void or_end(const std::function<void()>& launch);
   void launch_buckets(size_t end, const std::function<void()>& packed);
   void launch_rest(StepReport report);
@@ -95,8 +95,10 @@ class Backward {
   bool must_read() const;
   void judge(const std::function<void()>& meanwhile);
   void refuse(const StepTable& table);
+  bool has_no_weight() const;
   void clear_without_weight(const std::vector<BucketMessage::Slot>& slots);
   void complete_entry(size_t index, const std::function<void()>& meanwhile);
+  void reduce_sparse();
   void settle();
   void reduce_late(const std::vector<int64_t>& late);
   void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);

@@ -61,7 +61,7 @@ class Caps {
     for (const int64_t index : order_) {
       const ParameterInfo& other = parameters_[index];
       const bool same = other.dtype == of.dtype && other.device == of.device;
-      if (same && !other.sparse && bytes_of(other) < later(of)) together += bytes_of(other);
+      if (same && bytes_of(other) < later(of)) together += bytes_of(other);
     }
     return together > later(of) ? kFirstBytes : later(of);
   }
@@ -118,7 +118,7 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
   for (const int64_t index : ready_order) {
     const ParameterInfo& parameter = parameters[index];
     const int64_t size = caps.size(parameter);
-    if (parameter.sparse || size >= caps.later(parameter)) {
+    if (size >= caps.later(parameter)) {
       // Large enough for its own bucket. Small gradients before and after it stay together.
       plan.buckets.push_back({index});
     } else {

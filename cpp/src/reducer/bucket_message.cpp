@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/bucket_message.h"
 
-#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
@@ -12,17 +11,41 @@
 #include <apex/error.h>
 
 #include "comm/scale_in_place.h"
-#include "reducer/bucket_layout.h"
-#include "reducer/freed_memory.h"
 #include "reducer/multi_tensor.h"
 #include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
+// Note [Gradients in their bucket]
+//
+// On the CPU a gradient is copied into its bucket as soon as it is complete, elsewhere when the
+// bucket is launched. From then on .grad is an alias of its place in the bucket, so a further
+// gradient of the same backward, or a hook that changes .grad, changes the message.
+//
+// With gradient_as_bucket_view the alias stays. The gradient's own memory is free at once, and the
+// next gradients of the backward reuse it while it is in the cache. Without it, the average is
+// copied back:
+// - into a gradient that existed before the backward, because autograd itself has added to that
+//   memory, and it may be part of a buffer of the caller;
+// - into a gradient that this backward made, unless its memory has another owner. Autograd may keep
+//   an incoming gradient without a copy although its memory has other owners: for
+//   `a.view(-1) + b.view(-1)`, .grad of a and b are views of one gradient, and a hook may have kept
+//   a view;
+// - otherwise into a new tensor. A gradient with a grad_fn (create_graph=True) stays unchanged for
+//   its holders.
+//
+// A program may still hold an alias from an earlier backward, or may have moved it to another
+// parameter. Before the first gradient of a backward is copied, the owners of the memory are
+// counted. If there are others than the message and its members' gradients, the message gets a new
+// buffer.
+
 namespace {
 
 /// Gradients and buffers are handled below autograd: no versions, no view tracking, no graph.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+/// Gradients whose size is a multiple of this come first in the buffer.
+constexpr int64_t kAlignmentBytes = 16;
 
 /// A view of a slot's part of `buffer`, with the shape of its parameter, and with its strides if
 /// they leave no gaps.
@@ -37,46 +60,22 @@ at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
   return flat.view(like.sizes());
 }
 
-/// The gradient as a strided tensor in memory, without a grad_fn (which it has after a backward
-/// with create_graph=True).
-at::Tensor dense(const at::Tensor& grad) {
-  return in_memory(grad.requires_grad() ? grad.detach() : grad);
-}
-
 /// True if the gradient has the same memory and layout as the slot's view of the buffer.
 bool lies_in(const at::Tensor& grad, const BucketMessage::Slot& slot) {
-  return slot.numel > 0 && has_memory(grad) && !grad.is_conj() && !grad.is_neg() &&
-         grad.const_data_ptr() == slot.view.const_data_ptr() && grad.sizes() == slot.view.sizes() &&
-         grad.strides() == slot.view.strides() && grad.scalar_type() == slot.view.scalar_type();
+  return slot.numel > 0 && grad.defined() && has_memory(grad) && !grad.is_conj() &&
+         !grad.is_neg() && grad.const_data_ptr() == slot.view.const_data_ptr() &&
+         grad.sizes() == slot.view.sizes() && grad.strides() == slot.view.strides() &&
+         grad.scalar_type() == slot.view.scalar_type();
 }
 
 /// A separate tensor on the same memory, to be handed out as a gradient.
 at::Tensor handed_out(const at::Tensor& view) { return view.variable_data(); }
 
-// Note [Who may read a gradient's memory]
-//
-// Autograd may keep an incoming gradient without copying it if there is no other reference to that
-// *tensor*, although its *memory* has other owners. For `a.view(-1) + b.view(-1)`, .grad of a and b
-// are views of one gradient. For `x + position.unsqueeze(0)`, .grad is a view of the gradient that
-// flows on to x. And the argument of backward() becomes .grad of an output that is a parameter. So
-// while backward runs, a gradient is scaled and reduced in place only if its storage has no other
-// owner. The count excludes references that are about to end: during the accumulation of a
-// gradient, the engine still holds the incoming gradient and, if that is a view, its base.
-//
-// When backward has ended, the sum is written into a gradient that existed before the backward,
-// because autograd itself has added to that memory, and it may be part of a buffer of the caller. A
-// gradient that this backward made is replaced if its memory has another owner.
-
-bool has_one_owner(const at::Tensor& grad, const at::Tensor& incoming) {
-  if (grad.requires_grad() || grad.grad_fn()) return false;  // its graph may have saved it
-  if (!has_memory(grad)) return false;                       // owners are unknown
-  size_t owners = 1;
-  if (incoming.defined() && !incoming.is_same(grad) && incoming.use_count() == 1 &&
-      has_memory(incoming) && incoming.storage().is_alias_of(grad.storage())) {
-    ++owners;
-    if (incoming.is_view() && incoming._base().use_count() == 1) ++owners;
-  }
-  return grad.storage().use_count() <= owners;
+/// Whether an average may be written into the gradient that the alias has replaced.
+bool takes_average(const BucketMessage::Slot& slot) {
+  const at::Tensor& own = slot.own;
+  return own.defined() && !own.requires_grad() && has_memory(own) &&
+         (slot.kept || own.storage().use_count() == 1);
 }
 
 }  // namespace
@@ -87,270 +86,127 @@ at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32) {
   return dtype;
 }
 
-BucketMessage::BucketMessage(Kind kind, const std::vector<int64_t>& parameters,
+BucketMessage::BucketMessage(const std::vector<int64_t>& parameters,
                              const std::vector<at::Tensor>& variables, at::Device device,
-                             const MessageOptions& options)
-    : kind_(kind), device_(device), options_(options) {
-  dtype_ = message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32);
-  std::vector<int64_t> numel;
+                             MessageOptions options)
+    : device_(device),
+      options_(std::move(options)),
+      dtype_(message_dtype(variables.front().scalar_type(), options_.allreduce_always_fp32)) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     Slot slot;
     slot.parameter = parameters[i];
     slot.variable = variables[i];
     slot.numel = variables[i].numel();
-    numel.push_back(slot.numel * (variables[i].is_complex() ? 2 : 1));
     slots_.push_back(std::move(slot));
   }
-  const BucketLayout layout = lay_out(numel, static_cast<int64_t>(c10::elementSize(dtype_)));
-  numel_ = layout.numel;
-  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset = layout.offsets[i];
+  // There is no padding, so the order keeps most gradients aligned for vector loads and stores.
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype_));
+  for (const bool aligned : {true, false}) {
+    for (Slot& slot : slots_) {
+      const int64_t numel = slot.numel * (slot.variable.is_complex() ? 2 : 1);
+      if ((numel * element_bytes % kAlignmentBytes == 0) != aligned) continue;
+      slot.offset = numel_;
+      numel_ += numel;
+    }
+  }
 }
 
 void BucketMessage::allocate() {
-  if (buffer_.defined()) return;
-  const BelowAutograd guard;
-  const auto wire = at::TensorOptions().dtype(dtype_).device(device_);
+  const auto options = at::TensorOptions().dtype(dtype_).device(device_);
   const int64_t numel = numel_ + options_.tail;
-  buffer_ = options_.allocate ? options_.allocate(numel, wire) : at::zeros({numel}, wire);
+  buffer_ = options_.allocate ? options_.allocate(numel, options) : at::zeros({numel}, options);
   home_ = buffer_;
-  if (kind_ != Kind::kFlat) return;
   const at::ScalarType dtype = slots_.front().variable.scalar_type();
-  if (options_.gradient_as_bucket_view && c10::toRealValueType(dtype) != dtype_) {
-    home_ = at::zeros({numel_}, wire.dtype(dtype));
-  }
-  for (Slot& slot : slots_) {
-    const bool same = c10::toRealValueType(dtype) == home_.scalar_type();
-    slot.view = view_of(home_, slot, same ? dtype : home_.scalar_type());
-  }
+  const at::ScalarType real = c10::toRealValueType(dtype);
+  if (real != dtype_) home_ = at::zeros({numel_}, options.dtype(real));
+  for (Slot& slot : slots_) slot.view = view_of(home_, slot, dtype);
 }
 
-// Note [Gradients that move into their bucket]
-//
-// With gradient_as_bucket_view a gradient is no longer needed once it was copied. It is freed
-// immediately, not when the bucket is full. The next gradients of the same backward then reuse its
-// memory while it is in the cache. Otherwise memory of the size of a bucket would be mapped and
-// page faulted again in every step. Until unpack() sets .grad to the view, .grad is undefined. It
-// is not the view, because a further gradient of this backward must not be added to values that are
-// already scaled. That gradient arrives alone instead, and is scaled before it is added.
+/// Whether the buffer has other owners than this message and its members' gradients.
+bool BucketMessage::is_held() const {
+  size_t ours = 1 + slots_.size();
+  for (const Slot& slot : slots_) ours += lies_in(slot.variable.grad(), slot) ? 1 : 0;
+  return home_.storage().use_count() > ours || (has_home() && buffer_.storage().use_count() > 1);
+}
 
-void BucketMessage::copy_early(size_t index, double scale) {
-  if (kind_ != Kind::kFlat || !device_.is_cpu()) return;
-  const BelowAutograd guard;
-  allocate();
-  Slot& slot = slots_[index];
+/// Prepares the buffer for the gradients of a backward: see Note [Gradients in their bucket].
+void BucketMessage::open() {
+  if (std::exchange(open_, true)) return;
+  copied_ = 0;
+  if (!buffer_.defined() || is_held()) allocate();
+}
+
+/// The values of a gradient in memory. It has a grad_fn after a backward with create_graph=True.
+at::Tensor BucketMessage::source_of(const at::Tensor& grad) const {
+  const at::Tensor values = in_memory(grad.requires_grad() ? grad.detach() : grad);
+  // A copy within the same memory, to another layout, would overwrite its source.
+  return values.storage().is_alias_of(home_.storage()) ? values.clone() : values;
+}
+
+/// Replaces the gradient of a slot, which was copied, by an alias of its place.
+void BucketMessage::alias(Slot& slot, bool kept) {
   at::Tensor& grad = slot.variable.mutable_grad();
-  if (!grad.defined() || has_home() || lies_in(grad, slot)) return;
-  // This is the memory of another slot, whose own copy may overwrite it. pack() handles this.
-  if (has_memory(grad) && grad.storage().is_alias_of(home_.storage())) return;
-  if (slot.moved) {
-    slot.view.add_(dense(grad), slot.early_scale);
-    grad = at::Tensor();
-    return;
+  if (!options_.gradient_as_bucket_view && !slot.own.defined()) {
+    slot.own = std::move(grad);
+    slot.kept = kept;
   }
-  slot.early = at::Tensor();
-  if (!has_memory(grad) || grad.requires_grad()) return;
-  if (!copy_in_one_pass(slot.view, grad, scale)) return;
-  slot.early_scale = scale;
-  if (options_.gradient_as_bucket_view) {
-    slot.moved = true;
-    grad = at::Tensor();
-  } else {
-    slot.early = grad;
-    slot.early_version = grad._version();
-  }
+  grad = handed_out(slot.view);
+  ++copied_;
 }
 
-// An example is a swap of the gradients of two parameters, if the gradients are views. A source may
-// be overwritten before it is copied, by another copy or, in memory shared by the ranks, by their
-// sum. This runs here because later the order in which buckets are packed is unknown.
-
-void BucketMessage::move_misplaced(const std::vector<const BucketMessage*>& all) {
+void BucketMessage::put(size_t index, bool kept) {
   const BelowAutograd guard;
-  for (Slot& slot : slots_) {
-    at::Tensor& grad = slot.variable.mutable_grad();
-    if (!grad.defined() || !has_memory(grad) || grad.requires_grad()) continue;
-    if (slot.view.defined() && lies_in(grad, slot)) continue;
-    const bool misplaced = std::any_of(all.begin(), all.end(), [&](const BucketMessage* message) {
-      return message->home_.defined() && grad.storage().is_alias_of(message->home_.storage());
-    });
-    if (misplaced) grad = grad.clone();
-  }
-}
-
-/// Whether the buffer already holds the gradient of this slot, times `scale`.
-bool BucketMessage::is_copied(const Slot& slot, double scale) const {
+  open();
+  Slot& slot = slots_[index];
   const at::Tensor& grad = slot.variable.grad();
-  if (slot.moved) return !grad.defined();
-  return slot.early.defined() && slot.early.is_same(grad) &&
-         slot.early._version() == slot.early_version && slot.early_scale == scale;
+  if (!grad.defined() || lies_in(grad, slot)) return;
+  const at::Tensor source = source_of(grad);
+  if (!copy_in_one_pass(slot.view, source)) slot.view.copy_(source);
+  alias(slot, kept);
 }
 
-void BucketMessage::pack(const std::vector<uint8_t>& used, double scale,
-                         const at::Tensor& incoming) {
+void BucketMessage::pack(const std::vector<uint8_t>& used, const std::vector<uint8_t>& kept,
+                         double scale) {
   const BelowAutograd guard;
-  copied_ = copied_early_ = 0;
+  open();
   packed_ = true;
   has_unused_ = false;
-  owed_scale_ = 1.0;
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> zeros;
   for (Slot& slot : slots_) {
     slot.used = used[slot.parameter] != 0;
     has_unused_ |= !slot.used;
     slot.stash = at::Tensor();
-  }
-  switch (kind_) {
-    case Kind::kFlat:
-      pack_flat(scale);
-      break;
-    case Kind::kInPlace:
-      pack_in_place(scale, incoming);
-      break;
-    case Kind::kSparse:
-      pack_sparse(scale);
-      break;
-  }
-}
-
-void BucketMessage::pack_flat(double scale) {
-  const bool is_new = !buffer_.defined();
-  allocate();
-  // If gradients are copied into the buffer, the copy also scales them at no extra cost.
-  const double while_copying = device_.is_cpu() && !has_home() ? scale : 1.0;
-  std::vector<at::Tensor> targets;
-  std::vector<at::Tensor> sources;
-  std::vector<at::Tensor> zeros;
-  std::vector<Slot*> copied_slots;
-  targets.reserve(slots_.size());
-  sources.reserve(slots_.size());
-  for (Slot& slot : slots_) {
     const at::Tensor& grad = slot.variable.grad();
-    const bool copied = is_copied(slot, while_copying);
-    slot.early = at::Tensor();
-    slot.moved &= copied;  // else the user has set another gradient
-    if (copied) {
-      ++copied_early_;
-    } else if (!grad.defined()) {
+    if (!grad.defined()) {
       zeros.push_back(slot.view);
     } else if (lies_in(grad, slot)) {
-      // Already in the buffer. An unused gradient may have to be restored later.
+      // An unused gradient may have to be restored later.
       if (!slot.used) slot.stash = slot.view.clone();
-      if (while_copying != 1.0) scale_in_place(slot.view, while_copying);
     } else {
-      const at::Tensor source = dense(grad);
       targets.push_back(slot.view);
-      // A copy within the same memory, to another layout, would overwrite its source.
-      sources.push_back(source.storage().is_alias_of(home_.storage()) ? source.clone() : source);
-      copied_slots.push_back(&slot);
+      sources.push_back(source_of(grad));
+      if (slot.used) alias(slot, kept[slot.parameter] != 0);
     }
   }
-  copied_ = copied_early_ + static_cast<int64_t>(targets.size());
-  if (options_.gradient_as_bucket_view && device_.is_cpu())
-    move_in(copied_slots, targets, sources, while_copying, is_new);
-  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
+  multi_tensor_copy(std::move(targets), std::move(sources));
   if (!zeros.empty()) at::_foreach_zero_(zeros);
   if (has_home()) gradients_of(buffer_).copy_(home_);
-  if (while_copying != scale) scale_in_place(gradients_of(buffer_), scale);
-  tensor_ = buffer_;
-}
-
-/// See Note [Gradients that move into their bucket]. In a recorded backward all gradients exist
-/// before the first bucket does. So the memory of moved gradients is also returned to the system.
-/// Otherwise the allocator would keep it in addition to the buckets.
-void BucketMessage::move_in(std::vector<Slot*>& slots, std::vector<at::Tensor>& targets,
-                            std::vector<at::Tensor>& sources, double scale, bool is_new) {
-  size_t kept = 0;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    Slot& slot = *slots[i];
-    at::Tensor& grad = slot.variable.mutable_grad();
-    const bool moves = slot.used && grad.layout() == at::kStrided && !grad.requires_grad() &&
-                       has_memory(grad) && slot.view.scalar_type() == slot.variable.scalar_type() &&
-                       copy_in_one_pass(targets[i], sources[i], scale);
-    if (moves) {
-      slot.moved = true;
-      slot.early_scale = scale;
-      const size_t bytes = grad.nbytes();
-      grad = sources[i] = targets[i] = at::Tensor();
-      if (is_new) return_freed_memory(bytes);
-    } else {
-      std::swap(slots[kept], slots[i]);
-      std::swap(targets[kept], targets[i]);
-      std::swap(sources[kept++], sources[i]);
-    }
-  }
-  slots.resize(kept);
-  targets.resize(kept);
-  sources.resize(kept);
+  if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
 }
 
 at::Tensor BucketMessage::absent(bool poison, bool idle) {
   const BelowAutograd guard;
-  if (is_sparse()) return {};
-  at::Tensor tensor;
-  if (idle && buffer_.defined() && !gradients_lie_in_buffer()) {
-    for (Slot& slot : slots_) slot.early = at::Tensor();  // they were in the buffer
-    tensor = buffer_.zero_();
-  } else {
-    tensor = at::zeros({numel_ + options_.tail}, at::TensorOptions().dtype(dtype_).device(device_));
-  }
+  const bool is_free =
+      idle && buffer_.defined() && home_.storage().use_count() == 1 + slots_.size();
+  const at::Tensor tensor = is_free ? buffer_.zero_()
+                                    : at::zeros({numel_ + options_.tail},
+                                                at::TensorOptions().dtype(dtype_).device(device_));
   return poison ? tensor.fill_(std::numeric_limits<double>::quiet_NaN()) : tensor;
 }
 
-/// Whether a gradient uses the buffer's memory, even if it was moved there or set by the user.
-bool BucketMessage::gradients_lie_in_buffer() const {
-  return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
-    const at::Tensor& grad = slot.variable.grad();
-    return slot.moved ||
-           (grad.defined() && has_memory(grad) && grad.storage().is_alias_of(buffer_.storage()));
-  });
-}
-
-void BucketMessage::pack_in_place(double scale, const at::Tensor& incoming) {
-  Slot& slot = slots_.front();
-  const at::Tensor& own = slot.variable.grad();
-  tensor_ = slot.view = at::Tensor();  // they may still refer to this gradient's memory
-  // An unused gradient must not change until it is known whether another rank used it.
-  const bool in_place = slot.used && own.defined() && has_memory(own) && !own.is_conj() &&
-                        !own.is_neg() && same_dense_layout(own, slot.variable) &&
-                        c10::toRealValueType(own.scalar_type()) == dtype_ &&
-                        has_one_owner(own, incoming);
-  if (in_place) {
-    slot.view = handed_out(own);
-  } else {
-    const at::Tensor grad = own.defined() ? dense(own) : own;
-    slot.view =
-        at::empty_strided(slot.variable.sizes(), slot.variable.strides(),
-                          slot.variable.options().dtype(
-                              slot.variable.is_complex() ? slot.variable.scalar_type() : dtype_));
-    if (grad.defined()) {
-      slot.view.copy_(grad);
-      copied_ = 1;
-    } else {
-      slot.view.zero_();
-    }
-  }
-  tensor_ = flat_alias(slot.view);
-  if (scale != 1.0) scale_in_place(tensor_, scale);
-}
-
-void BucketMessage::pack_sparse(double scale) {
-  Slot& slot = slots_.front();
-  at::Tensor grad = slot.variable.grad();
-  if (!grad.defined()) {
-    grad = at::_sparse_coo_tensor_with_dims(
-        options_.sparse_dim, slot.variable.dim() - options_.sparse_dim, slot.variable.sizes(),
-        slot.variable.options().layout(at::kSparse));
-  } else if (grad.layout() != at::kSparse || grad.sparse_dim() != options_.sparse_dim) {
-    // All ranks exchange entries in the recorded form.
-    grad = dense(grad).to_sparse(options_.sparse_dim);
-  }
-  tensor_ = grad.coalesce();
-  // The values may alias those of the gradient, so scale a copy.
-  if (scale != 1.0 || tensor_.is_same(grad)) tensor_ = tensor_.mul(scale);
-}
-
-at::Tensor BucketMessage::gradients_buffer() {
-  const double scale = std::exchange(owed_scale_, 1.0);
-  if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
-  if (kind_ != Kind::kFlat) return tensor_;
+at::Tensor BucketMessage::gradients_buffer() const {
   return home_.defined() ? gradients_of(home_) : home_;
 }
 
@@ -366,12 +222,8 @@ std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) con
 }
 
 void BucketMessage::assign(const at::Tensor& result) {
-  if (is_sparse()) {
-    tensor_ = result;
-    return;
-  }
   const BelowAutograd guard;
-  const at::Tensor target = gradients_of(tensor_);
+  const at::Tensor target = gradients_of(buffer_);
   if (!result.defined() || result.numel() != target.numel()) {
     throw InvalidArgument("a communication hook returned " +
                           std::to_string(result.defined() ? result.numel() : 0) +
@@ -386,123 +238,75 @@ void BucketMessage::assign(const at::Tensor& result) {
   if (result.const_data_ptr() != target.const_data_ptr()) target.copy_(result.reshape({-1}));
 }
 
-void BucketMessage::unpack(double scale, const std::vector<uint8_t>& kept) {
-  const BelowAutograd guard;
-  packed_ = false;
-  if (is_sparse()) {
-    if (scale != 1.0) scale_in_place(tensor_, scale);
-    Slot& slot = slots_.front();
-    if (slot.used) slot.variable.mutable_grad() = tensor_;
+/// .grad becomes the average in the slot's view, which is added to the copies to be made if it is
+/// not an alias.
+void BucketMessage::hand_out(Slot& slot, std::vector<at::Tensor>& targets,
+                             std::vector<at::Tensor>& sources) {
+  at::Tensor& grad = slot.variable.mutable_grad();
+  if (options_.gradient_as_bucket_view) {
+    if (!lies_in(grad, slot)) grad = handed_out(slot.view);
     return;
   }
-  // If all gradients are copied out of the buffer, the copy also scales them at no extra cost.
-  const bool scales_copies = scale != 1.0 && device_.is_cpu() && kind_ == Kind::kFlat &&
-                             !options_.gradient_as_bucket_view && !has_unused_ &&
-                             (dtype_ == at::kFloat || dtype_ == at::kDouble) &&
-                             slots_.front().variable.scalar_type() == dtype_;
-  const double while_copying = scales_copies ? scale : 1.0;
-  if (scale != 1.0 && !scales_copies) scale_in_place(gradients_of(tensor_), scale);
-  if (kind_ == Kind::kFlat && has_home()) home_.copy_(gradients_of(buffer_));
+  grad = takes_average(slot) ? std::move(slot.own) : at::empty_like(slot.view);
+  slot.own = at::Tensor();
+  targets.push_back(grad);
+  sources.push_back(slot.view);
+}
+
+void BucketMessage::unpack(double scale) {
+  const BelowAutograd guard;
+  packed_ = open_ = false;
+  if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
+  if (has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
   for (Slot& slot : slots_) {
     if (!slot.used) continue;
-    at::Tensor& grad = slot.variable.mutable_grad();
-    const bool moved = std::exchange(slot.moved, false) && !grad.defined();
-    const bool view_fits = slot.view.scalar_type() == slot.variable.scalar_type();
-    const bool views = options_.gradient_as_bucket_view && view_fits;
-    if (moved) {
-      grad = view_as_gradient(slot);
-    } else if (!grad.defined() || lies_in(grad, slot)) {
-      // If undefined, the user has cleared it.
-    } else if (views) {
-      grad = view_as_gradient(slot);
+    if (slot.variable.grad().defined()) {
+      hand_out(slot, targets, sources);
     } else {
-      if (grad.requires_grad() || !has_memory(grad) ||
-          !(kept[slot.parameter] || has_one_owner(grad, {}))) {
-        // A gradient with a grad_fn stays unchanged for its holders; the reduced one is new.
-        grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
-      }
-      targets.push_back(grad);
-      sources.push_back(slot.view);
-      continue;
+      slot.own = at::Tensor();  // the user has cleared it
     }
-    if (scales_copies) scale_in_place(slot.view, scale);
   }
-  multi_tensor_copy(std::move(targets), std::move(sources), while_copying);
-  if (scales_copies) owed_scale_ = scale;
-  if (!has_unused_) let_go();
-}
-
-/// Releases references to memory of the gradients, so that it is freed with them and not in the
-/// next backward.
-void BucketMessage::let_go() {
-  // With gradient_as_bucket_view the user may request the buffers.
-  if (kind_ != Kind::kInPlace || options_.gradient_as_bucket_view) return;
-  tensor_ = at::Tensor();
-  for (Slot& slot : slots_) slot.view = at::Tensor();
-}
-
-/// An alias of the slot's view that the user may change.
-at::Tensor BucketMessage::view_as_gradient(Slot& slot) const {
-  // An alias would be another owner of the gradient's memory.
-  if (kind_ != Kind::kFlat) return handed_out(slot.view);
-  // Reuse the alias of the last backward if it is unchanged.
-  if (!slot.handed.defined() || !lies_in(slot.handed, slot) || slot.handed.requires_grad()) {
-    slot.handed = handed_out(slot.view);
-  }
-  return slot.handed;
+  multi_tensor_copy(std::move(targets), std::move(sources));
 }
 
 void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
   if (!has_unused_) return;
   const BelowAutograd guard;
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> sources;
   for (Slot& slot : slots_) {
     if (slot.used) continue;
-    if (!used_by_any[slot.parameter]) {
-      if (slot.stash.defined()) slot.view.copy_(slot.stash);
-      slot.stash = at::Tensor();
-      continue;
+    const at::Tensor stash = std::exchange(slot.stash, {});
+    if (used_by_any[slot.parameter]) {
+      slot.own = slot.variable.grad();
+      slot.kept = true;
+      hand_out(slot, targets, sources);
+    } else if (stash.defined()) {
+      slot.view.copy_(stash);
     }
-    at::Tensor& grad = slot.variable.mutable_grad();
-    if (is_sparse()) {
-      grad = tensor_;
-    } else if (grad.defined() && lies_in(grad, slot)) {
-      // A view of the buffer already has the reduced values.
-    } else if (kind_ == Kind::kFlat && options_.gradient_as_bucket_view &&
-               slot.view.scalar_type() == slot.variable.scalar_type()) {
-      grad = view_as_gradient(slot);
-    } else if (grad.defined() && !grad.requires_grad() && has_memory(grad)) {
-      grad.copy_(slot.view);
-    } else if (kind_ == Kind::kInPlace) {
-      grad = view_as_gradient(slot);
-    } else {
-      grad = at::empty_like(slot.view, slot.variable.options(), at::MemoryFormat::Preserve);
-      grad.copy_(slot.view);
-    }
-    slot.stash = at::Tensor();
   }
-  let_go();
+  multi_tensor_copy(std::move(targets), std::move(sources));
 }
 
 void BucketMessage::abandon() {
   const BelowAutograd guard;
-  const bool packed = std::exchange(packed_, false);
-  tensor_ = at::Tensor();
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.variable.mutable_grad();
-    // A moved gradient is still this rank's own gradient until it is packed. Nothing else uses its
-    // place, and there may be no memory for a copy.
-    if (slot.moved && !packed && !grad.defined())
-      grad = handed_out(slot.view.div_(slot.early_scale));
-    if (packed && slot.view.defined() && grad.defined() && lies_in(grad, slot)) grad = at::Tensor();
-    slot.moved = false;
-    slot.stash = slot.early = slot.handed = at::Tensor();
+    if (slot.view.defined() && lies_in(grad, slot)) {
+      if (packed_) {
+        grad = slot.own;  // the buffer may hold a part of the sum
+      } else if (takes_average(slot)) {
+        slot.own.copy_(slot.view);
+        grad = slot.own;
+      }
+    }
+    slot.own = slot.stash = slot.view = at::Tensor();
   }
-  owed_scale_ = 1.0;
+  packed_ = open_ = false;
   // Collectives in flight keep a reference to the old buffer, which has no other user.
   buffer_ = home_ = at::Tensor();
-  for (Slot& slot : slots_) slot.view = at::Tensor();
 }
 
 }  // namespace apex::parallel::detail

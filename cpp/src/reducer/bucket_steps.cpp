@@ -60,8 +60,10 @@ void keep_for_current_stream(PlannedBucket& entry) {
     return;
   keep_for_current_stream(message.tensor());
   keep_for_current_stream(message.gradients_buffer());
-  for (const BucketMessage::Slot& slot : message.slots())
+  for (const BucketMessage::Slot& slot : message.slots()) {
     keep_for_current_stream(slot.variable.grad());
+    keep_for_current_stream(slot.own);
+  }
 }
 
 /// The name of a bucket for errors. Empty with one rank, because nothing is sent.
@@ -79,19 +81,14 @@ void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& wh
 }  // namespace
 
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                   const at::Tensor& incoming, ReducerContext& context,
-                   const std::function<void()>& packed) {
+                   ReducerContext& context, const std::function<void()>& packed) {
   const ProfilerRange range("apex::reducer::launch_bucket");
   const c10::OptionalDeviceGuard guard(entry.message.device());
   join_producers(entry);
   BucketMessage& message = entry.message;
-  message.pack(pass.used, entry.averaging(context).before, incoming);
+  message.pack(pass.used, pass.kept, entry.averaging(context).before);
   packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
-  context.statistics.add(&ReducerStatistics::gradients_copied_early, message.copied_early());
-  if (message.kind() == BucketMessage::Kind::kInPlace && message.copied() == 0) {
-    context.statistics.add(&ReducerStatistics::reduced_in_place);
-  }
   if (entry.traits.shares_memory)
     context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
   if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
@@ -107,7 +104,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
   const bool poison = failed && !context.reads_reports();
   for (size_t b = 0; b < end; ++b) {
     PlannedBucket& entry = entries[b];
-    if (entry.launched || entry.traits.starts_at_wait) continue;
+    if (entry.launched) continue;
     entry.launched = true;
     // Also for a bucket from before the failure, whose hook may have collectives left to issue.
     if (b > 0) let_next_pass(entries[b - 1], b - 1, context);
@@ -141,32 +138,31 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
   context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
 }
 
-void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
+void hand_out_bucket(PlannedBucket& entry, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
   const at::Device device = entry.message.device();
   if (!device.is_cpu())
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
-  entry.message.unpack(entry.averaging(context).after, pass.kept);
+  entry.message.unpack(entry.averaging(context).after);
 }
 
-void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
-                 const BackwardPass& pass,
+void reduce_late(const std::vector<int64_t>& parameters, const BackwardPass& pass,
                  const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
                  ReducerContext& context) {
   const std::string what = "all-reduce of late gradients";
-  std::vector<PlannedBucket> round = build_late_round(parameters, places, context);
+  std::vector<PlannedBucket> round = build_late_round(parameters, context);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.message.pack(pass.used, entry.averaging(context).before);
+    entry.message.pack(pass.used, pass.kept, entry.averaging(context).before);
     start(entry, entry.message.tensor(), what, context);
   }
   const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);
   for (PlannedBucket& entry : round) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
     context.monitor.open([&] { entry.reduction->wait(what, {}); });
-    hand_out_bucket(entry, pass, context);
+    hand_out_bucket(entry, context);
     entry.message.settle(used_by_any);
     completed(entry.message.slots());
   }
@@ -178,8 +174,8 @@ void move_gradients_in(Plan& plan, ReducerContext& context) {
     there.push_back(parameter.variable.grad().defined());
   for (PlannedBucket& entry : plan.entries) {
     const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.message.pack(there, 1.0);
-    entry.message.unpack(1.0, there);
+    entry.message.pack(there, there, 1.0);
+    entry.message.unpack(1.0);
   }
   plan.holds_gradients = true;
 }

@@ -14,11 +14,9 @@ namespace apex::parallel::detail {
 
 /// Waits on the current stream for the streams that produced the gradients, packs these, and starts
 /// the reduction.
-/// @param incoming  see BucketMessage::pack().
-/// @param packed    called between packing and the start.
+/// @param packed  called between packing and the start.
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
-                   const at::Tensor& incoming, ReducerContext& context,
-                   const std::function<void()>& packed);
+                   ReducerContext& context, const std::function<void()>& packed);
 
 /// Launches the buckets of `entries` that were not launched yet, with zeros. See Note [Carried
 /// through].
@@ -37,12 +35,11 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
                   ReducerContext& context);
 
 /// Hands out the gradients of a completed bucket.
-void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context);
+void hand_out_bucket(PlannedBucket& entry, ReducerContext& context);
 
 /// Reduces gradients that are in no bucket of this backward. The list is the same on every rank.
 /// @param completed  called with each list of parameters that are complete.
-void reduce_late(const std::vector<int64_t>& parameters, const std::vector<Place>& places,
-                 const BackwardPass& pass,
+void reduce_late(const std::vector<int64_t>& parameters, const BackwardPass& pass,
                  const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
                  ReducerContext& context);
 

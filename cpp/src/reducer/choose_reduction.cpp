@@ -27,11 +27,8 @@ class LocalReduction final : public Reduction {
 std::unique_ptr<Reduction> make_local_reduction() { return std::make_unique<LocalReduction>(); }
 
 std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site) {
-  using Kind = BucketMessage::Kind;
-  if (site.hook && (site.kind == Kind::kFlat || site.kind == Kind::kInPlace))
-    return make_hook_reduction(site);
-  if (site.alone) return make_local_reduction();
-  return site.kind == Kind::kSparse ? make_sparse_reduction(site) : make_all_reduce(site);
+  if (site.hook) return make_hook_reduction(site);
+  return site.alone ? make_local_reduction() : make_all_reduce(site);
 }
 
 }  // namespace apex::parallel::detail

@@ -19,14 +19,11 @@ void FiniteCheck::found(int64_t parameter) {
 }
 
 void FiniteCheck::look(const BucketMessage& message) {
-  const bool sparse = message.is_sparse();
-  const at::Tensor all =
-      sparse ? message.tensor()._values() : message.gradients_of(message.tensor());
+  const at::Tensor all = message.gradients_of(message.tensor());
   const bool on_cpu = message.device().is_cpu();
   // A sum of finite values may overflow, so it only tells where to look.
   if (on_cpu && at::isfinite(all.sum()).item<bool>()) return;
-  const std::vector<at::Tensor> views =
-      sparse ? std::vector<at::Tensor>{all} : message.views_of(all);
+  const std::vector<at::Tensor> views = message.views_of(all);
   std::vector<int64_t> parameters;
   std::vector<at::Tensor> values;
   for (size_t i = 0; i < views.size(); ++i) {
@@ -41,6 +38,16 @@ void FiniteCheck::look(const BucketMessage& message) {
   }
   if (values.empty()) return;
   on_device_.emplace_back(std::move(parameters), at::stack(max_norms_of(values)));
+}
+
+void FiniteCheck::look(int64_t parameter, const at::Tensor& gradient) {
+  const at::Tensor values = gradient.layout() == at::kSparse ? gradient._values() : gradient;
+  if (values.numel() == 0) return;
+  if (!values.is_cpu()) {
+    on_device_.emplace_back(std::vector<int64_t>{parameter}, at::stack(max_norms_of({values})));
+  } else if (!at::isfinite(values).all().item<bool>()) {
+    found(parameter);
+  }
 }
 
 int64_t FiniteCheck::first() {

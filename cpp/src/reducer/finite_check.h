@@ -21,6 +21,8 @@ class FiniteCheck {
   /// CPU it adds up the bucket, and looks at single gradients only if the sum is not finite. On a
   /// device it does not block the host.
   void look(const BucketMessage& message);
+  /// Looks at the gradient of a parameter that is in no message.
+  void look(int64_t parameter, const at::Tensor& gradient);
   /// The index of its parameter, or -1. Waits for a device.
   int64_t first();
 

@@ -27,13 +27,12 @@ class HookReduction final : public Reduction {
         all_groups_(site.all_groups),
         alone_(site.alone),
         index_(site.index),
-        is_last_(site.last_of_hook) {}
+        is_last_(site.is_last) {}
 
   ReductionTraits traits() const override {
     ReductionTraits traits;
     traits.has_peers = !alone_;
     traits.averages = true;
-    traits.has_later_messages = true;
     traits.runs_user_code = true;
     return traits;
   }

@@ -25,11 +25,8 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
       : core_(std::move(core)), index_(index) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list& inputs) override {
-    // By reference, because has_one_owner() would count another reference to the incoming gradient.
-    static const at::Tensor none;
-    if (const auto core = core_.lock())
-      core->gradient_ready(index_, inputs.empty() ? none : inputs.front());
+                                            const torch::autograd::variable_list&) override {
+    if (const auto core = core_.lock()) core->gradient_ready(index_);
     return outputs;
   }
 

@@ -7,26 +7,18 @@
 
 namespace apex::parallel {
 
-/// target[i] = source[i] * scale, for equal shapes, any dtypes, and one device. On the CPU this is
-/// one pass over the memory if the layouts are equal, without an operator dispatch per tensor
-/// (which costs more than a small copy). On other devices it uses multi-tensor launches. Consumes
-/// its arguments.
-void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> sources,
-                       double scale = 1.0);
+/// target[i] = source[i], for equal shapes, any dtypes, and one device. On the CPU a copy is one
+/// pass over the memory if the layouts are equal, without an operator dispatch per tensor (which
+/// costs more than a small copy). On other devices it uses multi-tensor launches. Consumes its
+/// arguments.
+void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> sources);
 
-/// target = source * scale in one pass over the memory, without an operator dispatch. Supports CPU
-/// tensors of the same dtype and layout, without gaps. Otherwise does nothing and returns false.
-bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source, double scale);
+/// target = source by one pass over the memory, without an operator dispatch. Supports CPU tensors
+/// of the same dtype and layout, without gaps. Otherwise does nothing and returns false.
+bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source);
 
 /// The largest magnitude of all real numbers in each tensor, on its device, in float64. Does not
 /// block the host.
 std::vector<at::Tensor> max_norms_of(std::vector<at::Tensor> values);
-
-/// The memory of a non-overlapping and dense tensor as a contiguous 1-D alias, real-valued (a
-/// complex tensor of n elements gives 2n).
-at::Tensor flat_alias(const at::Tensor& tensor);
-
-/// True if both have the same memory layout, without gaps.
-bool same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace apex::parallel

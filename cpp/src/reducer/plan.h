@@ -23,9 +23,13 @@ struct Place {
   int64_t bucket = -1;     ///< index into the plan's entries; -1: none
   size_t slot = 0;         ///< its slot in that bucket
   int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
-  bool sparse = false;     ///< its gradient has sparse layout
-  int64_t sparse_dim = 0;  ///< number of sparse dimensions
+  int64_t sparse_dim = 0;  ///< number of sparse dimensions of its gradient; 0: dense
   bool trainable = false;  ///< in the plan, or trainable when it was recorded
+
+  /// A sparse gradient is in no bucket; see Backward::reduce_sparse().
+  bool is_sparse() const { return sparse_dim != 0; }
+  /// Whether the plan reduces its gradient.
+  bool is_planned() const { return bucket >= 0 || is_sparse(); }
 };
 
 /// A bucket, and its state in one backward.
@@ -59,6 +63,7 @@ struct Plan {
   std::vector<PlannedBucket> entries;  ///< by bucket
   bool carries_report = false;         ///< the report follows the gradients of the last bucket
   bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
+  bool has_sparse = false;             ///< some gradients are sparse
   int64_t number = 0;                  ///< among the reducer's plans, from 1
   int64_t backwards = 0;               ///< number of backwards with this plan
   bool holds_gradients = false;        ///< its messages are those of the last backward
@@ -66,8 +71,6 @@ struct Plan {
 
   /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
-  /// See BucketMessage::move_misplaced().
-  void move_misplaced_gradients();
   void reset();
   /// Prepares a backward in which these parameters are trainable: no bucket waits for the others.
   void expect(const std::vector<bool>& trainable, bool static_graph);
@@ -78,12 +81,10 @@ void build_entries(Plan& plan, ReducerContext& context);
 
 /// Buckets for gradients that are in no entry. They are reduced immediately, without the hook.
 std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
-                                            const std::vector<Place>& places,
                                             ReducerContext& context);
 
 /// The input of assign_buckets().
-std::vector<ParameterInfo> parameter_infos(const ReducerContext& context,
-                                           const std::vector<Place>& places);
+std::vector<ParameterInfo> parameter_infos(const ReducerContext& context);
 
 /// "all-reduce of bucket 1 (parameter 'a' to 'b', 2 parameters, 30 elements), of backward number
 /// 7".

@@ -33,9 +33,9 @@ ReasonToLeave PlanBook::why_leave(const std::vector<bool>& trainable) const {
     const Place& place = plan_->places[i];
     if (trainable[i] && !place.trainable) return ReasonToLeave::kSet;
     // Another reducer may write its gradient in this backward.
-    if (place.bucket >= 0 && !context_.parameters.owns(context_.parameters[i]))
+    if (place.is_planned() && !context_.parameters.owns(context_.parameters[i]))
       return ReasonToLeave::kOwner;
-    has_frozen = has_frozen || (place.bucket >= 0 && !trainable[i]);
+    has_frozen = has_frozen || (place.is_planned() && !trainable[i]);
   }
   return has_frozen && is_settled() && trainable == set_ ? ReasonToLeave::kSet
                                                          : ReasonToLeave::kNone;

@@ -211,7 +211,7 @@ void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
   Plan* plan = state_.book.current();
   if (plan == nullptr) return;
   for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // no gradient is waited for
-  if (!event.end_follows) backward_->launch_ready({});
+  if (!event.end_follows) backward_->launch_ready();
 }
 
 void ReducerCore::shadow_backward_end() {
@@ -289,7 +289,6 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   state_.reporter.without_data = false;
   state_.reporter.weight.backward_began();
   choose_plan();
-  if (Plan* plan = state_.book.current()) plan->move_misplaced_gradients();
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
@@ -303,7 +302,7 @@ void ReducerCore::choose_plan() {
   state_.book.choose(state_.reporter.trainable, state_.reporter.without_data);
 }
 
-void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
+void ReducerCore::gradient_ready(size_t index) {
   const Change change(context().monitor);
   const Parameter& parameter = context().parameters[index];
   // The reducer that owned the parameter was dropped, and no output of this one is in the graph.
@@ -313,14 +312,14 @@ void ReducerCore::gradient_ready(size_t index, const at::Tensor& incoming) {
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
   if (!parameter.variable.requires_grad()) return;  // frozen after its forward
-  if (!in_backward(context().phase) && !begin_at_gradient(index, incoming)) return;
+  if (!in_backward(context().phase) && !begin_at_gradient(index)) return;
   context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
-  backward_->gradient_ready(index, incoming);
+  backward_->gradient_ready(index);
   if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
 }
 
 /// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
-bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
+bool ReducerCore::begin_at_gradient(size_t index) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
     state_.reporter.weight.backward_began();
@@ -329,12 +328,8 @@ bool ReducerCore::begin_at_gradient(size_t index, const at::Tensor& incoming) {
     return false;
   }
   begin_backward(BackwardSession::current());
-  // This gradient is already accumulated. If it is the incoming one, this backward created it.
-  const at::Tensor& grad = parameter.variable.grad();
-  if (grad.defined() && incoming.defined() && has_memory(grad) && has_memory(incoming) &&
-      incoming.storage().is_alias_of(grad.storage())) {
-    backward_->pass().kept[index] = 0;
-  }
+  // This gradient is already accumulated, so its memory may be one that autograd still reads.
+  backward_->pass().kept[index] = 0;
   return true;
 }
 

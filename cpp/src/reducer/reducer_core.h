@@ -90,9 +90,8 @@ class ReducerCore final : public BackwardParticipant,
   void abandon(const BackwardSession* session) noexcept override;
   std::string out_of_step() const override;
   std::string describe() const override;
-  /// Called by the hook of a parameter after its gradient was accumulated. `incoming` is the
-  /// gradient that autograd has added.
-  void gradient_ready(size_t index, const at::Tensor& incoming);
+  /// Called by the hook of a parameter after its gradient was accumulated.
+  void gradient_ready(size_t index);
 
  private:
   using Change = Monitor::Change;
@@ -107,7 +106,7 @@ class ReducerCore final : public BackwardParticipant,
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   void choose_plan();
-  bool begin_at_gradient(size_t index, const at::Tensor& incoming);
+  bool begin_at_gradient(size_t index);
   void forget_cleared_weights();
   bool trains_any() const;
 

@@ -16,13 +16,11 @@
 namespace apex::parallel::detail {
 
 struct ReductionTraits {
-  bool has_peers = true;            ///< other ranks contribute
-  bool averages = false;            ///< the result is already divided by the world size
-  bool has_later_messages = false;  ///< wait() issues further collectives
-  bool starts_at_wait = false;      ///< start() sends nothing
-  bool runs_user_code = false;      ///< start() may fail on one rank only
-  bool shares_memory = false;  ///< sums in memory shared by the ranks of one host: see HostBackend
-  bool across_hosts = false;   ///< sums that way within each host first, then across hosts
+  bool has_peers = true;        ///< other ranks contribute
+  bool averages = false;        ///< the result is already divided by the world size
+  bool runs_user_code = false;  ///< start() may fail on one rank only, and wait() may send more
+  bool shares_memory = false;   ///< sums in memory shared by the ranks of one host: see HostBackend
+  bool across_hosts = false;    ///< sums that way within each host first, then across hosts
 };
 
 /// The reduction of one bucket of a plan, reused in every backward:
@@ -69,7 +67,6 @@ class Reduction {
 
 /// The bucket for which a reduction is chosen.
 struct ReductionSite {
-  BucketMessage::Kind kind = BucketMessage::Kind::kFlat;
   at::Device device = at::Device(at::kCPU);
   at::ScalarType dtype = at::kFloat;  ///< dtype of the sum
   size_t index = 0;                   ///< of the bucket, in launch order
@@ -78,7 +75,7 @@ struct ReductionSite {
   bool alone = false;                ///< there is only one rank
   bool plain_average = false;        ///< the wanted result is the sum divided by the world size
   std::shared_ptr<CommHook> hook;    ///< the user's hook, or null
-  bool last_of_hook = false;         ///< the last bucket of the plan that the hook gets
+  bool is_last = false;              ///< the last bucket of the plan
 };
 
 /// Chooses a built-in reduction.
@@ -86,7 +83,6 @@ std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site);
 
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site);
 std::unique_ptr<Reduction> make_hook_reduction(const ReductionSite& site);
-std::unique_ptr<Reduction> make_sparse_reduction(const ReductionSite& site);
 /// For one rank, where the tensor already is the sum. A call to a backend would cost more than the
 /// rest of a step.
 std::unique_ptr<Reduction> make_local_reduction();

@@ -15,8 +15,8 @@ namespace {
 using Buckets = std::vector<std::vector<int64_t>>;
 
 ParameterInfo parameter(int64_t numel, at::ScalarType dtype = at::kFloat,
-                        at::Device device = at::Device(at::kCPU), bool sparse = false) {
-  return {numel, dtype, device, sparse};
+                        at::Device device = at::Device(at::kCPU)) {
+  return {numel, dtype, device};
 }
 
 struct Case {
@@ -113,12 +113,6 @@ INSTANTIATE_TEST_SUITE_P(
              kTen,
              {2},
              {{1}, {0, 2}, {3}}},
-        Case{"SparseTravelsAlone",
-             {parameter(1), parameter(1, at::kFloat, at::Device(at::kCPU), true), parameter(1)},
-             {0, 1, 2},
-             kTen,
-             {},
-             {{1}, {0, 2}}},
         Case{"ZeroElements", {parameter(0), parameter(0)}, {0, 1}, kTen, {}, {{0, 1}}},
         Case{"UnlistedAreLeftOut", {parameter(1), parameter(1)}, {1}, kTen, {}, {{1}}}),
     [](const auto& info) { return std::string(info.param.name); });

@@ -17,7 +17,6 @@
 namespace apex::parallel::detail {
 namespace {
 
-using Kind = BucketMessage::Kind;
 using Used = std::vector<uint8_t>;
 
 at::Tensor random_like(const at::Tensor& tensor) {
@@ -44,8 +43,8 @@ struct Rank {
   std::vector<at::Tensor> variables;
   BucketMessage message;
 
-  Rank(Kind kind, std::vector<at::Tensor> parameters, const MessageOptions& options = {})
-      : variables(std::move(parameters)), message(kind, indices(), variables, at::kCPU, options) {}
+  explicit Rank(std::vector<at::Tensor> parameters, const MessageOptions& options = {})
+      : variables(std::move(parameters)), message(indices(), variables, at::kCPU, options) {}
 
   std::vector<int64_t> indices() const {
     std::vector<int64_t> all;
@@ -119,21 +118,21 @@ std::vector<Setting> every_setting() {
 TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySetting) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
-    Rank one(Kind::kFlat, parameters_of(setting.dtype), setting.options());
-    Rank other(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+    Rank one(parameters_of(setting.dtype), setting.options());
+    Rank other(parameters_of(setting.dtype), setting.options());
     for (int step = 0; step < 3; ++step) {  // the first step creates the buffer
       const std::string where = setting.name() + ", step " + std::to_string(step);
       one.set_random_gradients();
       other.set_random_gradients();
       const auto mine = one.gradients(), theirs = other.gradients();
-      one.message.pack(one.all(), 0.5);
-      other.message.pack(other.all(), 0.5);
+      one.message.pack(one.all(), one.all(0), 0.5);
+      other.message.pack(other.all(), other.all(0), 0.5);
       EXPECT_EQ(one.message.tensor().scalar_type(), one.message.dtype()) << where;
       if (setting.fp32) {
         EXPECT_NE(c10::elementSize(one.message.dtype()), 2u) << where;
       }
       one.message.tensor().add_(other.message.tensor());
-      one.message.unpack(0.25, one.all(0));
+      one.message.unpack(0.25);
       for (size_t i = 0; i < mine.size(); ++i) {
         const at::Tensor& grad = one.grad(i);
         expect_close(grad, (wide(mine[i]) + wide(theirs[i])) * 0.125, tolerance_of(setting.dtype),
@@ -155,20 +154,18 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
 // ones overflows.
 TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
   for (const bool views : {false, true}) {
-    for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-      Rank rank(kind, {at::zeros({2}, at::kHalf).requires_grad_()},
-                Setting{at::kHalf, views, true}.options());
-      const double smallest = std::ldexp(1.0, -24);
-      rank.grad(0) = at::tensor({smallest, 60000.0}, at::kDouble).to(at::kHalf);
-      rank.message.pack({1}, 1.0 / 8);
-      EXPECT_EQ(rank.message.tensor()[0].item<double>(), smallest / 8);
-      rank.message.tensor().mul_(64);
-      EXPECT_EQ(rank.message.tensor()[1].item<double>(), 60000.0 * 8);
-      rank.message.unpack(1.0 / 8, {1});
-      EXPECT_EQ(rank.grad(0).scalar_type(), at::kHalf);
-      EXPECT_EQ(rank.grad(0)[0].item<double>(), smallest);
-      EXPECT_EQ(rank.grad(0)[1].item<double>(), 60000.0);
-    }
+    Rank rank({at::zeros({2}, at::kHalf).requires_grad_()},
+              Setting{at::kHalf, views, true}.options());
+    const double smallest = std::ldexp(1.0, -24);
+    rank.grad(0) = at::tensor({smallest, 60000.0}, at::kDouble).to(at::kHalf);
+    rank.message.pack({1}, {1}, 1.0 / 8);
+    EXPECT_EQ(rank.message.tensor()[0].item<double>(), smallest / 8);
+    rank.message.tensor().mul_(64);
+    EXPECT_EQ(rank.message.tensor()[1].item<double>(), 60000.0 * 8);
+    rank.message.unpack(1.0 / 8);
+    EXPECT_EQ(rank.grad(0).scalar_type(), at::kHalf);
+    EXPECT_EQ(rank.grad(0)[0].item<double>(), smallest);
+    EXPECT_EQ(rank.grad(0)[1].item<double>(), 60000.0);
   }
 }
 
@@ -180,20 +177,20 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
       for (const uint8_t used_by_any : {0, 1}) {
         const std::string where = setting.name() + (has_gradient ? ", kept" : ", none") +
                                   (used_by_any != 0 ? ", used elsewhere" : "");
-        Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+        Rank rank(parameters_of(setting.dtype), setting.options());
         rank.set_random_gradients();
-        rank.message.pack(rank.all(), 1.0);
-        rank.message.unpack(1.0, rank.all(0));
+        rank.message.pack(rank.all(), rank.all(0), 1.0);
+        rank.message.unpack(1.0);
         EXPECT_FALSE(rank.message.has_unused()) << where;
         if (!has_gradient) rank.grad(1) = at::Tensor();
         rank.grad(0) = random_like(rank.variables[0]);
         const auto before = rank.gradients();
         Used used = rank.all();
         used[1] = 0;
-        rank.message.pack(used, 0.5);
+        rank.message.pack(used, rank.all(), 0.5);
         EXPECT_TRUE(rank.message.has_unused()) << where;
         rank.message.tensor().add_(1.0);  // another rank's contribution
-        rank.message.unpack(2.0, rank.all());
+        rank.message.unpack(2.0);
         Used by_any = used;
         by_any[1] = used_by_any;
         rank.message.settle(by_any);
@@ -222,163 +219,51 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
 // With views, a gradient may be replaced by any other part of the buffer before the next backward.
 TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold) {
   for (const bool early : {false, true}) {
-    Rank rank(Kind::kFlat, {at::zeros({4, 4}).requires_grad_(), at::zeros({4, 4}).requires_grad_()},
+    Rank rank({at::zeros({4, 4}).requires_grad_(), at::zeros({4, 4}).requires_grad_()},
               Setting{at::kFloat, true, false}.options());
     at::manual_seed(testing::fresh_seed());
     rank.set_random_gradients();
-    rank.message.pack(rank.all(), 1.0);
-    rank.message.unpack(1.0, rank.all());
+    rank.message.pack(rank.all(), rank.all(), 1.0);
+    rank.message.unpack(1.0);
     const at::Tensor first = rank.grad(0), second = rank.grad(1);
     const at::Tensor was_first = first.clone(), was_second = second.clone();
     rank.grad(0) = second.t();
     rank.grad(1) = first;
     if (early) {
-      rank.message.copy_early(0, 2.0);
-      rank.message.copy_early(1, 2.0);
+      rank.message.put(0, true);
+      rank.message.put(1, true);
     }
-    rank.message.pack(rank.all(), 2.0);
-    rank.message.unpack(0.5, rank.all());
+    rank.message.pack(rank.all(), rank.all(), 2.0);
+    rank.message.unpack(0.5);
     EXPECT_TRUE(rank.grad(0).equal(was_second.t())) << early;
     EXPECT_TRUE(rank.grad(1).equal(was_first)) << early;
   }
 }
 
-// Note [Who may read a gradient's memory]: a gradient that this backward has created may be shared.
+// Note [Gradients in their bucket]: a gradient that this backward has created may be shared.
 // One that existed before is the caller's, who expects it to be written.
 TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfItWasThereBefore) {
-  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-    for (const bool kept : {false, true}) {
-      Rank rank(kind, {at::zeros({6}).requires_grad_()});
-      rank.grad(0) = at::full({6}, 4.0);
-      const at::Tensor owner = rank.grad(0).view({2, 3});
-      rank.message.pack({1}, 0.5);
-      EXPECT_EQ(rank.message.copied(), 1);
-      rank.message.unpack(1.0, {static_cast<uint8_t>(kept)});
-      EXPECT_TRUE(rank.grad(0).equal(at::full({6}, 2.0)));
-      EXPECT_TRUE(owner.equal(at::full({2, 3}, kept ? 2.0 : 4.0))) << kept;
-    }
+  for (const bool kept : {false, true}) {
+    Rank rank({at::zeros({6}).requires_grad_()});
+    rank.grad(0) = at::full({6}, 4.0);
+    const at::Tensor owner = rank.grad(0).view({2, 3});
+    rank.message.pack({1}, {static_cast<uint8_t>(kept)}, 0.5);
+    EXPECT_EQ(rank.message.copied(), 1);
+    rank.message.unpack(1.0);
+    EXPECT_TRUE(rank.grad(0).equal(at::full({6}, 2.0)));
+    EXPECT_TRUE(owner.equal(at::full({2, 3}, kept ? 2.0 : 4.0))) << kept;
   }
 }
 
 TEST(BucketMessage, GradientWithHistory_Unpacked_HistoryKeepsItsValue) {
-  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-    Rank rank(kind, {at::full({3}, 2.0).requires_grad_()});
-    const at::Tensor with_history = rank.variables[0] * 2;  // as from backward(create_graph=True)
-    rank.grad(0) = with_history;
-    rank.message.pack({1}, 0.5);
-    rank.message.unpack(0.5, {1});
-    EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 1.0)));
-    EXPECT_FALSE(rank.grad(0).requires_grad());
-    EXPECT_TRUE(with_history.equal(at::full({3}, 4.0)));
-  }
-}
-
-TEST(BucketMessageInPlace, OnlyOwner_IsReducedWhereItLies) {
-  at::manual_seed(testing::fresh_seed());
-  for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kComplexDouble}) {
-    for (const bool channels_last : {false, true}) {
-      at::Tensor parameter = at::zeros({2, 3, 4, 5}, dtype);
-      if (channels_last) parameter = parameter.contiguous(at::MemoryFormat::ChannelsLast);
-      Rank rank(Kind::kInPlace, {parameter.requires_grad_()});
-      rank.set_random_gradients();
-      const at::Tensor before = rank.grad(0).clone();
-      const void* const place = rank.grad(0).const_data_ptr();
-      rank.message.pack({1}, 0.5);
-      EXPECT_EQ(rank.message.copied(), 0) << dtype;
-      EXPECT_EQ(rank.message.tensor().const_data_ptr(), place) << dtype;
-      EXPECT_EQ(rank.message.tensor().dim(), 1) << dtype;
-      EXPECT_FALSE(rank.message.tensor().is_complex()) << dtype;
-      rank.message.unpack(0.5, {0});
-      EXPECT_EQ(rank.grad(0).const_data_ptr(), place) << dtype;
-      EXPECT_TRUE(rank.grad(0).equal(before * 0.25)) << dtype;
-    }
-  }
-}
-
-// During accumulation the autograd engine still holds the incoming gradient; a third owner may read
-// it.
-TEST(BucketMessageInPlace, IncomingGradientOnTheSameMemory_IsNotAnotherOwner) {
-  for (const bool third : {false, true}) {
-    Rank rank(Kind::kInPlace, {at::zeros({6}).requires_grad_()});
-    rank.grad(0) = at::full({6}, 4.0);
-    const at::Tensor incoming = rank.grad(0).view({2, 3});
-    const at::Tensor reader = third ? rank.grad(0).view({3, 2}) : at::Tensor();
-    rank.message.pack({1}, 0.5, incoming);
-    EXPECT_EQ(rank.message.copied(), third ? 1 : 0);
-    if (third) {
-      EXPECT_TRUE(reader.equal(at::full({3, 2}, 4.0)));
-    }
-    EXPECT_TRUE(rank.message.tensor().equal(at::full({6}, 2.0)));
-  }
-}
-
-TEST(BucketMessageInPlace, Unused_IsLeftAlone_UntilAnotherRankUsedIt) {
-  for (const bool has_gradient : {false, true}) {
-    for (const uint8_t used_by_any : {0, 1}) {
-      Rank rank(Kind::kInPlace, {at::zeros({5}).requires_grad_()});
-      if (has_gradient) rank.grad(0) = at::full({5}, 3.0);
-      rank.message.pack({0}, 0.5);
-      EXPECT_TRUE(rank.message.tensor().eq(has_gradient ? 1.5 : 0.0).all().item<bool>());
-      if (has_gradient) {
-        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, 3.0)));
-      }
-      rank.message.tensor().add_(7.0);
-      rank.message.unpack(1.0, {1});
-      rank.message.settle({used_by_any});
-      if (used_by_any != 0) {
-        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, has_gradient ? 8.5 : 7.0)));
-      } else if (has_gradient) {
-        EXPECT_TRUE(rank.grad(0).equal(at::full({5}, 3.0)));
-      } else {
-        EXPECT_FALSE(rank.grad(0).defined());
-      }
-    }
-  }
-}
-
-at::Tensor sparse_rows(const std::vector<int64_t>& rows, double value) {
-  return at::sparse_coo_tensor(at::tensor(rows, at::kLong).view({1, -1}),
-                               at::full({static_cast<int64_t>(rows.size()), 2}, value), {4, 2},
-                               at::TensorOptions());
-}
-
-TEST(BucketMessageSparse, GradientOfAnyForm_Packed_IsCoalescedAndOwnIsUntouched) {
-  const at::Tensor rows = sparse_rows({1, 3, 1}, 2.0);
-  const at::Tensor dense = rows.to_dense();
-  for (const double scale : {1.0, 0.5}) {
-    const at::Tensor forms[] = {rows.clone(), rows.coalesce(), dense.clone(), dense.to_sparse(2),
-                                at::Tensor()};
-    for (const at::Tensor& form : forms) {
-      Rank rank(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
-      rank.grad(0) = form;
-      rank.message.pack({1}, scale);
-      const at::Tensor packed = rank.message.tensor();
-      EXPECT_TRUE(packed.is_coalesced());
-      EXPECT_EQ(packed.sparse_dim(), 1);
-      const at::Tensor expected = form.defined() ? dense : at::zeros({4, 2});
-      EXPECT_TRUE(packed.to_dense().equal(expected * scale));
-      rank.message.unpack(4.0, {0});
-      EXPECT_TRUE(rank.grad(0).to_dense().equal(expected * scale * 4));
-      if (form.defined()) {
-        EXPECT_TRUE(form.to_dense().equal(dense));
-      }
-    }
-  }
-}
-
-TEST(BucketMessageSparse, Unused_Settled_IsAsBeforeOrTheSum) {
-  for (const uint8_t used_by_any : {0, 1}) {
-    Rank rank(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
-    rank.message.pack({0}, 1.0);
-    rank.message.assign(sparse_rows({2}, 6.0).coalesce());
-    rank.message.unpack(0.5, {0});
-    EXPECT_FALSE(rank.grad(0).defined());
-    rank.message.settle({used_by_any});
-    ASSERT_EQ(rank.grad(0).defined(), used_by_any != 0);
-    if (used_by_any != 0) {
-      EXPECT_TRUE(rank.grad(0).to_dense().equal(sparse_rows({2}, 3.0).to_dense()));
-    }
-  }
+  Rank rank({at::full({3}, 2.0).requires_grad_()});
+  const at::Tensor with_history = rank.variables[0] * 2;  // as from backward(create_graph=True)
+  rank.grad(0) = with_history;
+  rank.message.pack({1}, {1}, 0.5);
+  rank.message.unpack(0.5);
+  EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 1.0)));
+  EXPECT_FALSE(rank.grad(0).requires_grad());
+  EXPECT_TRUE(with_history.equal(at::full({3}, 4.0)));
 }
 
 TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
@@ -386,16 +271,16 @@ TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
   for (const Setting& setting : every_setting()) {
     MessageOptions options = setting.options();
     options.tail = 5;
-    Rank rank(Kind::kFlat, parameters_of(setting.dtype), options);
+    Rank rank(parameters_of(setting.dtype), options);
     for (int step = 0; step < 3; ++step) {
       rank.set_random_gradients();
       const auto before = rank.gradients();
-      rank.message.pack(rank.all(), 0.5);
+      rank.message.pack(rank.all(), rank.all(0), 0.5);
       const at::Tensor tensor = rank.message.tensor(), tail = rank.message.tail_of(tensor);
       EXPECT_EQ(tensor.numel(), rank.message.numel() + 5);
       tail.copy_(at::arange(5));
       tensor.mul_(4);
-      rank.message.unpack(0.25, rank.all(0));
+      rank.message.unpack(0.25);
       EXPECT_TRUE(
           rank.message.tail_of(rank.message.tensor()).eq(at::arange(5) * 4).all().item<bool>())
           << setting.name();
@@ -414,9 +299,9 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
     for (const bool poison : {false, true}) {
-      Rank rank(Kind::kFlat, parameters_of(setting.dtype), setting.options());
+      Rank rank(parameters_of(setting.dtype), setting.options());
       rank.set_random_gradients();
-      rank.message.pack(rank.all(), 1.0);
+      rank.message.pack(rank.all(), rank.all(0), 1.0);
       const at::Tensor packed = rank.message.tensor(), before = packed.clone();
       const at::Tensor absent = rank.message.absent(poison, /*idle=*/false);
       EXPECT_EQ(absent.sizes(), packed.sizes()) << setting.name();
@@ -426,106 +311,120 @@ TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
       EXPECT_TRUE(packed.equal(before)) << setting.name();
     }
   }
-  Rank sparse(Kind::kSparse, {at::zeros({4, 2}).requires_grad_()});
-  EXPECT_FALSE(sparse.message.absent(false, false).defined());
 }
 
-// It arrives alone, since .grad was taken away, and must be scaled like the first one.
-TEST(BucketMessageEarlyCopy, FurtherGradientOfThisBackward_IsAddedScaled) {
-  Rank rank(Kind::kFlat, {at::zeros({3}).requires_grad_()},
-            Setting{at::kFloat, true, false}.options());
-  for (const double value : {2.0, 6.0, 8.0}) {
-    rank.grad(0) = at::full({3}, value);
-    rank.message.copy_early(0, 0.5);
-    EXPECT_FALSE(rank.grad(0).defined());
+// A hook, or a further gradient of the same backward, changes .grad after it was copied.
+TEST(BucketMessage, GradientChangedAfterPut_Average_IsOfTheChangedOne) {
+  for (const Setting& setting : every_setting()) {
+    for (const bool replaced : {false, true}) {
+      Rank rank({at::zeros({3}, setting.dtype).requires_grad_()}, setting.options());
+      rank.grad(0) = at::full({3}, 2.0, setting.dtype);
+      const at::Tensor own = rank.grad(0);
+      rank.message.put(0, /*kept=*/true);
+      EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 2.0, setting.dtype))) << setting.name();
+      if (replaced) {
+        rank.grad(0) = at::full({3}, 8.0, setting.dtype);
+      } else {
+        rank.grad(0).add_(6.0);
+        rank.message.put(0, /*kept=*/true);
+      }
+      rank.message.pack({1}, {1}, 0.5);
+      EXPECT_EQ(rank.message.copied(), replaced ? 2 : 1);
+      rank.message.unpack(0.5);
+      EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 2.0, setting.dtype))) << setting.name();
+      EXPECT_EQ(rank.grad(0).is_same(own), !setting.views) << setting.name();
+    }
   }
-  rank.message.pack({1}, 0.5);
-  rank.message.unpack(1.0, {0});
-  EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 8.0)));
+}
+
+// A program keeps gradients of earlier steps, which must keep their values.
+TEST(BucketMessage, GradientsThatAreStillHeld_NextBackward_KeepTheirValues) {
+  for (const bool early : {false, true}) {
+    for (const bool views : {false, true}) {
+      Rank rank({at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()},
+                Setting{at::kFloat, views, false}.options());
+      at::Tensor held;
+      const void* place = nullptr;
+      for (const double value : {1.0, 2.0, 3.0, 4.0}) {
+        for (const size_t i : {0, 1}) {
+          rank.grad(i) = at::full({4}, value);
+          if (early) rank.message.put(i, false);
+        }
+        rank.message.pack(rank.all(), rank.all(0), 1.0);
+        rank.message.unpack(1.0);
+        if (held.defined()) {
+          EXPECT_TRUE(held.equal(at::full({4}, value - 1)));
+        }
+        const void* const now = rank.message.gradients_buffer().const_data_ptr();
+        if (value == 2.0 || value == 4.0) {
+          EXPECT_EQ(now != place, views && value == 4.0) << "a new buffer only if one is held";
+        }
+        place = now;
+        held = value == 3.0 ? rank.grad(1) : at::Tensor();
+      }
+    }
+  }
 }
 
 // An abandoned collective may write to its memory at any time.
 TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIsRight) {
   for (const bool views : {false, true}) {
-    for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-      Rank rank(kind, {at::zeros({4}).requires_grad_()},
-                Setting{at::kFloat, views, false}.options());
-      rank.grad(0) = at::full({4}, 3.0);
-      rank.message.pack({1}, 1.0);
-      rank.message.unpack(1.0, {1});  // from now on gradients are views if enabled
-      rank.message.pack({1}, 1.0);
-      const at::Tensor in_flight = rank.message.tensor();
-      rank.message.abandon();
-      in_flight.fill_(NAN);
-      EXPECT_FALSE(rank.message.tensor().defined());
-      if (views || kind == Kind::kInPlace) {
-        EXPECT_FALSE(rank.grad(0).defined());
-      } else {
-        EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));
-      }
-      rank.grad(0) = at::full({4}, 5.0);
-      rank.message.pack({1}, 1.0);
-      in_flight.fill_(NAN);
-      rank.message.unpack(1.0, {1});
-      EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 5.0)));
+    Rank rank({at::zeros({4}).requires_grad_()}, Setting{at::kFloat, views, false}.options());
+    rank.grad(0) = at::full({4}, 3.0);
+    rank.message.pack({1}, {1}, 1.0);
+    rank.message.unpack(1.0);  // from now on gradients are views if enabled
+    rank.message.pack({1}, {1}, 1.0);
+    const at::Tensor in_flight = rank.message.tensor();
+    rank.message.abandon();
+    in_flight.fill_(NAN);
+    EXPECT_FALSE(rank.message.tensor().defined());
+    if (views) {
+      EXPECT_FALSE(rank.grad(0).defined());
+    } else {
+      EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));
     }
+    rank.grad(0) = at::full({4}, 5.0);
+    rank.message.pack({1}, {1}, 1.0);
+    in_flight.fill_(NAN);
+    rank.message.unpack(1.0);
+    EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 5.0)));
   }
 }
 
 TEST(BucketMessage, AbandonedBeforePack_GradientsAreTheRanksOwn) {
-  Rank rank(Kind::kFlat, {at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()},
+  Rank rank({at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()},
             Setting{at::kFloat, true, false}.options());
   rank.set_random_gradients();
-  rank.message.pack(rank.all(), 1.0);
-  rank.message.unpack(1.0, rank.all());
+  rank.message.pack(rank.all(), rank.all(), 1.0);
+  rank.message.unpack(1.0);
   const at::Tensor buffer = rank.message.gradients_buffer();
   rank.grad(1).fill_(7.0);
   rank.grad(0) = at::full({4}, 3.0);
-  rank.message.copy_early(0, 0.25);
-  ASSERT_FALSE(rank.grad(0).defined());
+  rank.message.put(0, false);
+  EXPECT_TRUE(lies_within(rank.grad(0), rank.message.gradients_buffer()));
   rank.message.abandon();
-  ASSERT_TRUE(rank.grad(0).defined());
-  EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));  // unscaled
+  EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 3.0)));
   EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 7.0)));
-  rank.message.pack(rank.all(), 0.5);
+  rank.message.pack(rank.all(), rank.all(), 0.5);
   EXPECT_FALSE(rank.message.gradients_buffer().storage().is_alias_of(buffer.storage()));
-  rank.message.unpack(1.0, rank.all());
+  rank.message.unpack(1.0);
   EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 1.5)));
   EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 3.5)));
 }
 
-// If values are scaled while they are copied out, buffers() scales the buffer on request.
-TEST(BucketMessage, GradientsBuffer_AfterAScaledUnpack_HoldsWhatGradientsHold) {
-  Rank rank(Kind::kFlat, {at::zeros({4}).requires_grad_(), at::zeros({4}).requires_grad_()}, {});
-  for (const int round : {1, 2}) {
-    rank.grad(0) = at::full({4}, 2.0 * round);
-    rank.grad(1) = at::full({4}, 6.0);
-    rank.message.pack(rank.all(), 1.0);
-    rank.message.unpack(0.25, rank.all(0));
-    EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 0.5 * round)));
-    EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 1.5)));
-    for (const int again : {1, 2}) {
-      const at::Tensor buffer = rank.message.gradients_buffer();
-      EXPECT_TRUE(buffer.narrow(0, 0, 4).equal(rank.grad(0))) << again;
-    }
-  }
-}
-
 // Autograd creates zeros without memory. They must be replaced by a gradient that can be written.
-TEST(BucketMessage, GradientWithoutMemory_InEveryKind_IsZerosAndBecomesTheSum) {
-  for (const Kind kind : {Kind::kFlat, Kind::kInPlace}) {
-    for (const bool views : {false, true}) {
-      MessageOptions options;
-      options.gradient_as_bucket_view = views;
-      Rank rank(kind, {at::zeros({3}, at::kFloat).requires_grad_()}, options);
-      rank.grad(0) = at::_efficientzerotensor({3}, at::kFloat);
-      rank.message.copy_early(0, 1.0);
-      rank.message.pack(rank.all(), 1.0);
-      EXPECT_TRUE(rank.message.tensor().eq(0).all().item<bool>());
-      rank.message.tensor().fill_(5.0);
-      rank.message.unpack(0.5, rank.all(0));
-      EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
-    }
+TEST(BucketMessage, GradientWithoutMemory_IsZerosAndBecomesTheSum) {
+  for (const bool views : {false, true}) {
+    MessageOptions options;
+    options.gradient_as_bucket_view = views;
+    Rank rank({at::zeros({3}, at::kFloat).requires_grad_()}, options);
+    rank.grad(0) = at::_efficientzerotensor({3}, at::kFloat);
+    rank.message.put(0, false);
+    rank.message.pack(rank.all(), rank.all(0), 1.0);
+    EXPECT_TRUE(rank.message.tensor().eq(0).all().item<bool>());
+    rank.message.tensor().fill_(5.0);
+    rank.message.unpack(0.5);
+    EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
   }
 }
 

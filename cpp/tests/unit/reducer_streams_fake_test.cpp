@@ -495,7 +495,7 @@ class SideStreams {
 };
 
 TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor) {
-  // All in one bucket, two per bucket, and each in place.
+  // All in one bucket, two per bucket, and each in its own.
   for (const int64_t cap : {int64_t{1} << 20, int64_t{32}, int64_t{1}}) {
     SCOPED_TRACE(cap);
     options_.limits.cap = cap;
@@ -515,7 +515,6 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor) {
     EXPECT_EQ(host_waits_since(before), Strings{});
     EXPECT_EQ(reducer.statistics().launched_at_end, at_end);
     EXPECT_GT(reducer.statistics().launched_in_backward, 0);
-    EXPECT_EQ(reducer.statistics().reduced_in_place > 0, cap == 1);
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 }
@@ -623,7 +622,7 @@ TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
                                 {at::kHalf, 3, 1e-4, 0.002},  {at::kFloat, 3, 1, 2e-7},
                                 {at::kFloat, 1024, 1e-30, 0}};
   for (const Case& each : cases) {
-    for (const int64_t cap : {1, 1 << 20}) {  // in place, and in a buffer
+    for (const int64_t cap : {1, 1 << 20}) {
       SCOPED_TRACE(::testing::Message() << each.dtype << ", " << each.world << " ranks, " << cap);
       const at::Tensor values = at::rand({1 << 15}).add(1).mul(each.scale).to(each.dtype);
       const at::Tensor want = values.to(at::kDouble);
@@ -634,24 +633,26 @@ TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
   }
 }
 
-// See Note [Backends that keep references to reduced tensors].
-TEST(FakeNccl, GradientsThatAreKept_WhileTheBackendHoldsThem_AreReducedInPlace) {
+// torch 2.15's NCCL backend may hold them for a second. They do not count as held by a program.
+TEST(FakeNccl, BuffersThatTheBackendStillHolds_AreUsedAgain) {
   fake::detector().reset();
   fake::MirrorRules rules;
   rules.backend_name = "nccl2";
   rules.holds_what_it_had = true;
   const at::Tensor p = at::ones({1 << 15}, on_device()).requires_grad_();
   Reducer reducer({{"p", p}}, {fake::make_mirror_group(2, "wire", rules)}, {});
+  const void* place = nullptr;
   for (int step = 0; step < 4; ++step) {
-    if (step > 0) p.mutable_grad().zero_();
+    p.mutable_grad() = at::Tensor();
     reducer.prepare_for_forward();
     const at::Tensor y = (p * (step + 1)).sum();
     reducer.watch_outputs({y});
     y.backward();
     EXPECT_TRUE(fake::peek(p.grad()).eq(step + 1).all().item<bool>()) << step;
+    const void* const now = reducer.buffers().front().const_data_ptr();
+    EXPECT_TRUE(step == 0 || now == place) << step;
+    place = now;
   }
-  EXPECT_EQ(reducer.statistics().reduced_in_place, 4);
-  EXPECT_EQ(reducer.statistics().gradients_copied, 0);
   EXPECT_EQ(fake::detector().errors(), Strings{});
 }
 

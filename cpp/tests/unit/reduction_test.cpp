@@ -100,9 +100,7 @@ TEST(Averaging, EveryWay_BeforeAndAfter_GiveTheAverage) {
           EXPECT_DOUBLE_EQ(before * (averages ? 1.0 / 8 : 1.0) * after,
                            1.0 / static_cast<double>(divisor));
           // Dividing first would underflow small 16-bit gradients.
-          if (dtype == at::kHalf || dtype == at::kBFloat16) {
-            EXPECT_EQ(before, averages ? 1.0 : 1.0 / factor);
-          }
+          EXPECT_EQ(before, averages ? 1.0 : 1.0 / factor);
         }
       }
     }

@@ -18,7 +18,6 @@ struct ParameterInfo {
   int64_t numel = 0;                             ///< elements; 0 is allowed
   at::ScalarType dtype = at::ScalarType::Float;  ///< dtype of the gradient
   at::Device device = at::Device(at::DeviceType::CPU);
-  bool sparse = false;  ///< its gradient has sparse layout; it gets a bucket of its own
 };
 
 /// Size limits of a bucket. They apply per (dtype, device), since a bucket holds one dtype on one
@@ -27,7 +26,7 @@ struct BucketLimits {
   enum class Unit { kElements, kBytes };
 
   /// A bucket is closed as soon as it holds at least this much. A single parameter of this size is
-  /// a bucket of its own, and can be reduced in place without a copy. 0 chooses by device: 8 MiB on
+  /// a bucket of its own. 0 chooses by device: 8 MiB on
   /// the CPU; elsewhere NVIDIA Apex's 10,000,000 elements, with a first bucket of 1 MiB if there is
   /// more than one bucket.
   int64_t cap = 0;

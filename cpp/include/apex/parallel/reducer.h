@@ -54,8 +54,7 @@ struct ReducerOptions {
 
   /// Leave gradients as views of the buckets' buffers. Saves the copy back and the memory of one
   /// set of gradients. A view must not be detached in place, and lives until a new plan is
-  /// recorded. During backward, .grad may be undefined from the time a gradient moves into its
-  /// bucket until backward ends.
+  /// recorded.
   bool gradient_as_bucket_view = false;
 
   /// Half and bfloat16 gradients are summed as float32.
@@ -84,8 +83,7 @@ struct ReducerOptions {
   /// Allocate flat buckets from the backend's memory pool, if it has one. NCCL registers this
   /// memory with the communicator and may then reduce without copying to its own buffers (user
   /// buffer registration). If the backend has no pool, a warning is logged and torch's allocator is
-  /// used. Buckets that are reduced in place live in gradients, which torch allocates. The group
-  /// must outlive the reducer's buffers.
+  /// used. The group must outlive the reducer's buffers.
   bool registered_buffers = false;
 
   /// Broadcast parameters from rank 0 at construction.
@@ -164,9 +162,6 @@ struct ReducerStatistics {
   int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
   int64_t launched_at_end = 0;       ///< collectives started after backward had ended
   int64_t gradients_copied = 0;      ///< gradients copied into a buffer
-  int64_t gradients_copied_early = 0;    ///< of these, gradients copied as soon as they were
-                                         ///< computed (on the CPU)
-  int64_t reduced_in_place = 0;          ///< collectives directly on a gradient's memory
   int64_t reduced_in_shared_memory = 0;  ///< collectives in shared memory, all ranks on one host
   int64_t reduced_by_host = 0;     ///< summed in each host's shared memory, then between hosts
   int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
@@ -387,10 +382,10 @@ class APEX_API Reducer {
   /// The current plan (indices into parameters()); nullopt before the first backward.
   std::optional<BucketPlan> plan() const;
 
-  /// The flat buffer of each bucket of the plan, [elements], in launch order. For a bucket that is
-  /// reduced in place, this is its gradient. With gradient_as_bucket_view, gradients are views of
-  /// these buffers. Empty before the first backward, after a failed one, and, without
-  /// gradient_as_bucket_view, after one that changed the plan.
+  /// The flat buffer of each bucket of the plan, [elements], in launch order. With
+  /// gradient_as_bucket_view, gradients are views of these buffers. Empty before the first
+  /// backward, after a failed one, and, without gradient_as_bucket_view, after one that changed the
+  /// plan.
   std::vector<at::Tensor> buffers() const;
 
   /// All parameters, duplicates removed.

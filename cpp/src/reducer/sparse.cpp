@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include "reducer/sparse.h"
+
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
 
-#include <apex/parallel/model_sync.h>
-
 #include "comm/collectives.h"
-#include "reducer/reduction.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel::detail {
 
@@ -37,11 +36,23 @@ std::vector<at::Tensor> all_gather(at::Tensor mine, c10d::ProcessGroup& group) {
   return all.unbind(0);
 }
 
-/// The coalesced sum over ranks of sparse COO tensors of one shape. Uses one all-gather of the
-/// numbers of entries, and others of the entries, padded to the largest number. Works on every
-/// backend that gathers dense tensors. Blocks the host until the numbers of entries are known.
-at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
-  const at::Tensor mine = tensor.coalesce();
+}  // namespace
+
+at::Tensor sparse_gradient(const at::Tensor& variable, int64_t sparse_dim) {
+  const at::Tensor& grad = variable.grad();
+  if (!grad.defined()) {
+    return at::_sparse_coo_tensor_with_dims(sparse_dim, variable.dim() - sparse_dim,
+                                            variable.sizes(),
+                                            variable.options().layout(at::kSparse));
+  }
+  const at::Tensor values = grad.detach();
+  // All ranks exchange entries in the recorded form.
+  if (values.layout() != at::kSparse || values.sparse_dim() != sparse_dim)
+    return in_memory(values).to_sparse(sparse_dim);
+  return values;
+}
+
+at::Tensor sparse_all_reduce(const at::Tensor& mine, const GroupPtr& group) {
   const at::Device device = control_device(group, mine.device());
   const auto counts = all_gather(
       at::full({1}, mine._nnz(), at::TensorOptions().dtype(at::kLong).device(device)), *group);
@@ -63,42 +74,6 @@ at::Tensor sparse_all_reduce(const at::Tensor& tensor, const GroupPtr& group) {
   return at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), mine.sizes(),
                                mine.options())
       .coalesce();
-}
-
-/// The reduction of a sparse gradient. Its size is only known when every rank has sent its number
-/// of entries, and the host waits for that. So everything is exchanged in wait(), after the other
-/// buckets were launched.
-class SparseReduction final : public Reduction {
- public:
-  explicit SparseReduction(GroupPtr group) : group_(std::move(group)) {}
-
-  ReductionTraits traits() const override {
-    ReductionTraits traits;
-    traits.has_later_messages = true;
-    traits.starts_at_wait = true;
-    return traits;
-  }
-  std::string describe() const override { return "all-reduce of bucket "; }
-  void start(const BucketMessage&, const at::Tensor& tensor, const std::string&) override {
-    tensor_ = tensor;
-  }
-  void wait(const std::string&, const std::function<void()>&) override {
-    if (tensor_.defined()) sum_ = sparse_all_reduce(std::exchange(tensor_, {}), group_);
-  }
-  void deliver(BucketMessage& bucket) override { bucket.assign(std::exchange(sum_, {})); }
-  bool done() const override { return sum_.defined(); }
-  void drop() noexcept override { tensor_ = sum_ = at::Tensor(); }
-
- private:
-  const GroupPtr group_;
-  at::Tensor tensor_;
-  at::Tensor sum_;
-};
-
-}  // namespace
-
-std::unique_ptr<Reduction> make_sparse_reduction(const ReductionSite& site) {
-  return std::make_unique<SparseReduction>(site.group);
 }
 
 }  // namespace apex::parallel::detail
