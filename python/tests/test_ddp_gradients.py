@@ -315,10 +315,42 @@ def _large_parameters(rank: int, world: int, views: bool, channel: str) -> None:
 
 @pytest.mark.parametrize("channel", ["0", "1"])
 @pytest.mark.parametrize("views", [False, True])
-def test_large_parameters_in_either_channel(
-    ranks: RankPool, views: bool, channel: str
-) -> None:
+def test_large_parameters_in_either_channel(ranks: RankPool, views: bool, channel: str) -> None:
     ranks.run(2, _large_parameters, views, channel)
+
+
+def _reads_and_holds(rank: int, world: int, views: bool) -> None:
+    spec = MODELS["mlp"]
+    ddp = DistributedDataParallel(spec.make(), gradient_as_bucket_view=views)
+    plain = copy.deepcopy(ddp.module)
+    parameters = list(ddp.named_parameters())
+    during: dict[str, Tensor | None] = {}
+    held: list[tuple[Tensor, Tensor]] = []
+
+    def read(_: Tensor) -> None:  # all other gradients are in the bucket, which waits for this one
+        during.update({n: None if p.grad is None else p.grad.clone() for n, p in parameters[2:]})
+
+    parameters[0][1].register_hook(read)
+    for step in range(4):
+        ddp.zero_grad()
+        plain.zero_grad()
+        loss_of(ddp(*batch(spec, rank, step))).backward()
+        loss_of(plain(*batch(spec, rank, step))).backward()
+        local = gradients(plain)
+        for name, grad in during.items():
+            want = widen(local[name.removeprefix("module.")])
+            check_near(grad, want, f"{name} in backward {step}", TOLERANCE[torch.float32])
+        for grad, value in held:
+            check_equal(torch.equal(grad, value), True, f"a gradient of an earlier step, {step}")
+        if step != 1:
+            held += [(p.grad, p.grad.clone()) for _, p in parameters]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
+    ranks: RankPool, views: bool
+) -> None:
+    ranks.run(2, _reads_and_holds, views)
 
 
 class _Distilled(nn.Module):
