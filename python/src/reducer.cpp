@@ -57,7 +57,6 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   nb::dict result;
   result["backwards"] = statistics.backwards;
   result["plans_recorded"] = statistics.plans_recorded;
-  result["plans_extended"] = statistics.plans_extended;
   result["launched_in_backward"] = statistics.launched_in_backward;
   result["launched_at_end"] = statistics.launched_at_end;
   result["gradients_copied"] = statistics.gradients_copied;

@@ -35,8 +35,7 @@ namespace apex::parallel::detail {
 //
 // - It failed: an exception ended its backward, in the module or in a hook. Then this backward is
 //   invalid. Every rank throws, and all can continue with the next backward.
-// - It left the plan (rebuild_buckets(), another communication hook, another set of trainable
-//   parameters).
+// - It left the plan (rebuild_buckets(), another communication hook).
 //   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
 //   some ranks have kept the plan, every rank throws.
 //
@@ -52,20 +51,6 @@ namespace apex::parallel::detail {
 // that accumulated before under no_sync() belong to the same step, and are dropped as well.
 //
 // With skip_failed_steps a failed backward ends in the same way.
-
-namespace {
-
-/// Parameters in no bucket that have a gradient on some rank.
-std::vector<int64_t> outside(const Plan& plan, const std::vector<uint8_t>& used_by_any) {
-  std::vector<int64_t> late;
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    if (!plan.places[i].is_planned() && used_by_any[i] != 0)
-      late.push_back(static_cast<int64_t>(i));
-  }
-  return late;
-}
-
-}  // namespace
 
 Backward::Backward(ReducerState& state, BackwardPass pass)
     : state_(state),
@@ -248,8 +233,8 @@ void Backward::launch_rest(StepReport report) {
   const auto packed = [&] {
     report.digest = reporter_.replicas.digest(report.facts, reporter_.trainable);
     if (context_.options.check_finite) {
-      for (size_t i = 0; plan.has_sparse && i < plan.places.size(); ++i) {
-        if (plan.places[i].is_sparse() && pass_.used[i] != 0)
+      for (size_t i = 0; i < plan.places.size(); ++i) {
+        if (plan.places[i].bucket < 0 && pass_.used[i] != 0)
           reporter_.finite.look(static_cast<int64_t>(i), context_.parameters[i].variable.grad());
       }
       report.non_finite = reporter_.finite.first();
@@ -346,7 +331,6 @@ void Backward::record(const std::function<void()>& meanwhile) {
   pass_.skipped = table.skipped();
   pass_.used_by_any = table.used_by_any();
   reporter_.trainable = table.trainable_set();
-  const Plan* extended = table.all_left_for(ReasonToLeave::kSet) ? book_.extended() : nullptr;
   if (table.all_left()) leave_behind();
   const Recording mine = recording();
   const Recording agreed = context_.monitor.open([&] {
@@ -357,7 +341,7 @@ void Backward::record(const std::function<void()>& meanwhile) {
         members.broadcast("broadcast of the bucket order", encode_order(mine));
     return decode(maximum.wait(), order.wait(), pass_.used_by_any);
   });
-  make_plan(mine, agreed, extended);
+  make_plan(mine, agreed);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
   launch_rest(reporter_.report(ReasonToLeave::kNone));
@@ -373,23 +357,22 @@ void Backward::leave_behind() {
     });
     left->reset();
   }
-  book_.leave(ReasonToLeave::kSet);  // also on a rank without data
+  book_.leave(ReasonToLeave::kRebuildBuckets);  // also on a rank without data
 }
 
-/// @param extended  null, or the plan whose parameters the new one must also have.
-void Backward::make_plan(const Recording& mine, const Recording& agreed, const Plan* extended) {
+void Backward::make_plan(const Recording& mine, const Recording& agreed) {
   const ParameterTable& parameters = context_.parameters;
   const std::vector<bool>& trainable = reporter_.trainable;
+  const Plan* const extended = book_.extended();
   std::vector<Place> places(parameters.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const RecordedParameter& seen = agreed.parameters[i];
     places[i].sparse_dim = seen.sparse_dim;
-    places[i].trainable = trainable[i] || (extended != nullptr && extended->places[i].trainable);
     // A rank uses its own count, or the other ranks' count if it has none yet.
     places[i].expected =
         std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
   }
-  // A frozen parameter may have an older gradient: it is reduced now, but not expected again.
+  // A frozen parameter may have an older gradient. It is reduced on demand.
   std::vector<int64_t> ready;
   for (const int64_t i : agreed.ready_order) {
     if (trainable[i] && !places[i].is_sparse()) ready.push_back(i);
@@ -398,12 +381,18 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed, const P
     if (extended->places[i].is_sparse() && agreed.parameters[i].fired == 0)
       places[i] = extended->places[i];
   }
-  for (size_t b = 0; extended != nullptr && b < extended->buckets.buckets.size(); ++b) {
-    for (const int64_t i : extended->buckets.buckets[b]) {
-      if (std::find(ready.begin(), ready.end(), i) != ready.end()) continue;
-      places[i] = extended->places[i];
-      ready.push_back(i);
+  std::vector<int64_t> older;
+  if (extended != nullptr) {
+    for (const auto& bucket : extended->buckets.buckets)
+      older.insert(older.end(), bucket.begin(), bucket.end());
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (extended->places[i].demanded) older.push_back(static_cast<int64_t>(i));
     }
+  }
+  for (const int64_t i : older) {
+    if (places[i].is_sparse() || std::find(ready.begin(), ready.end(), i) != ready.end()) continue;
+    places[i] = extended->places[i];
+    ready.push_back(i);
   }
   context_.statistics.add(&ReducerStatistics::plans_recorded);
   BucketLimits limits = context_.options.limits;
@@ -447,10 +436,12 @@ bool Backward::must_read() const {
     return true;
   }
   const Plan& plan = *book_.current();
-  if (plan.watches_unplanned || plan.has_sparse ||
-      (context_.members.alone() && reporter_.wants_skip))
+  if (plan.watches_demand || plan.has_sparse || (context_.members.alone() && reporter_.wants_skip))
     return true;
-  return misses_gradients() || !outside(plan, pass_.used).empty();
+  for (size_t i = 0; i < plan.places.size(); ++i) {
+    if (pass_.used[i] != 0 && !plan.places[i].is_planned()) return true;
+  }
+  return misses_gradients();
 }
 
 void Backward::judge(const std::function<void()>& meanwhile) {
@@ -513,22 +504,23 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     if (table.all_left()) leave_behind();
   }
   if (book_.current() == nullptr) record(meanwhile);
-  const ReducerOptions& options = context_.options;
   judge(meanwhile);
-  for (size_t b = 0; b < plan().entries.size(); ++b) complete_entry(b, meanwhile);
+  Plan& plan = this->plan();
+  for (size_t b = 0; b < plan.entries.size(); ++b) complete_entry(plan.entries[b], b, meanwhile);
+  for (PlannedBucket& entry : plan.entries) settle(entry.message);
+  reduce_on_demand(meanwhile);
   reduce_sparse();
-  settle();
+  if (plan.watches_demand || misses_gradients() || pass_.demanded)
+    context_.statistics.add(&ReducerStatistics::usage_reads);
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
     if (!pass_.recorded) pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
-  if (options.gradient_as_bucket_view && !plan().holds_gradients && !pass_.failure)
-    move_gradients_in(plan(), context_);
 }
 
-void Backward::complete_entry(size_t index, const std::function<void()>& meanwhile) {
-  PlannedBucket& entry = plan().entries[index];
+void Backward::complete_entry(PlannedBucket& entry, size_t index,
+                              const std::function<void()>& meanwhile) {
   try {
     await_bucket(entry, index, meanwhile, context_);
   } catch (const CommunicationError&) {
@@ -547,64 +539,37 @@ void Backward::complete_entry(size_t index, const std::function<void()>& meanwhi
 }
 
 /// Settles gradients that this rank does not have, according to the reports.
-void Backward::settle() {
-  Plan& plan = this->plan();
-  const bool missed = plan.watches_unplanned || misses_gradients();
-  for (size_t b = 0; b < plan.entries.size(); ++b) {
-    BucketMessage& message = plan.entries[b].message;
-    if (message.has_unused()) {
-      if (pass_.failure) continue;
-      message.settle(pass_.used_by_any);
-      clear_without_weight(message.slots());
-    }
-  }
-  const std::vector<int64_t> late = outside(plan, pass_.used_by_any);
-  if (missed || !late.empty()) context_.statistics.add(&ReducerStatistics::usage_reads);
-  // Every rank has read the same reports, so every rank has the same list here and extends its plan
-  // in the same way.
-  if (!late.empty()) {
-    reduce_late(late);
-    std::vector<int64_t> more;
-    for (const int64_t i : late) {
-      if (reporter_.trainable[i]) more.push_back(i);  // otherwise frozen with an older gradient
-    }
-    if (!more.empty()) {
-      const BucketPlan added =
-          assign_buckets(parameter_infos(context_), more, context_.options.limits);
-      plan.buckets.buckets.insert(plan.buckets.buckets.end(), added.buckets.begin(),
-                                  added.buckets.end());
-      build_entries(plan, context_);
-      plan.expect(reporter_.trainable, context_.options.static_graph);
-      plan.backwards = 0;
-      context_.statistics.add(&ReducerStatistics::plans_extended);
-    }
-  }
+void Backward::settle(BucketMessage& message) {
+  if (pass_.failure || !message.has_unused()) return;
+  message.settle(pass_.used_by_any);
+  clear_without_weight(message.slots());
 }
 
-void Backward::reduce_late(const std::vector<int64_t>& late) {
-  detail::reduce_late(
-      late, pass_,
-      [this](const auto& slots) {
-        clear_without_weight(slots);
-        find_non_finite_sum(slots);
-      },
-      context_);
-}
-
-/// With check_finite: checks the sums of late gradients, which are the same on every rank.
-void Backward::find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots) {
-  if (!context_.options.check_finite || !pass_.non_finite.empty()) return;
-  for (const BucketMessage::Slot& slot : slots) {
-    at::Tensor grad = slot.variable.grad();
-    if (grad.defined() && grad.layout() == at::kSparse) grad = grad._values();
-    if (!grad.defined() || at::isfinite(grad).all().item<bool>()) continue;
-    pass_.non_finite = "a rank contributed a gradient that is infinite or NaN for parameter '" +
-                       context_.parameters[slot.parameter].name +
-                       "', so its average is not finite on any rank: check the ranks' batches and "
-                       "losses, lower the learning rate, or scale the loss; do not step the "
-                       "optimizer";
-    pass_.skipped = pass_.skipped || context_.options.skip_failed_steps;
-    return;
+/// Reduces the buckets on demand that a rank has used. Every rank has read the same reports, so
+/// every rank reduces the same ones.
+void Backward::reduce_on_demand(const std::function<void()>& meanwhile) {
+  std::vector<PlannedBucket>& buckets = plan().on_demand;
+  const auto is_used = [&](const BucketMessage::Slot& slot) {
+    return pass_.used_by_any[slot.parameter] != 0;
+  };
+  std::vector<size_t> demanded;
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    const auto& slots = buckets[i].message.slots();
+    if (std::any_of(slots.begin(), slots.end(), is_used)) demanded.push_back(i);
+  }
+  const size_t first = plan().entries.size();
+  for (const size_t i : demanded)
+    or_end([&] { launch_bucket(buckets[i], first + i, pass_, context_, {}); });
+  for (const size_t i : demanded) {
+    complete_entry(buckets[i], first + i, meanwhile);
+    settle(buckets[i].message);
+  }
+  for (size_t i = 0; i < plan().places.size(); ++i) {
+    Place& place = plan().places[i];
+    // A frozen parameter has an older gradient, which comes once.
+    if (place.is_planned() || pass_.used_by_any[i] == 0 || !reporter_.trainable[i]) continue;
+    place.demanded = pass_.demanded = true;
+    place.expected = std::max<int32_t>(1, pass_.gradients[i].fired);
   }
 }
 
@@ -627,7 +592,7 @@ void Backward::conclude() {
   if (pass_.failure) {
     const std::exception_ptr failure = pass_.failure;
     drop_messages();
-    book_.served(reporter_.trainable);
+    book_.served(reporter_.trainable, pass_.demanded);
     std::rethrow_exception(failure);
   }
   if (pass_.skipped) call_off();
@@ -637,7 +602,7 @@ void Backward::conclude() {
   const bool recorded = plan().backwards <= 1;
   plan().reset();
   context_.enter(Phase::kIdle);
-  book_.served(reporter_.trainable);
+  book_.served(reporter_.trainable, pass_.demanded);
   context_.parameters_changed = false;
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
@@ -730,9 +695,11 @@ void Backward::send_absent() noexcept {
 
 void Backward::drop_messages() noexcept {
   if (Plan* plan = book_.sends_by()) {
-    for (PlannedBucket& entry : plan->entries) {
-      entry.reduction->drop();
-      entry.message.abandon();
+    for (auto* buckets : {&plan->entries, &plan->on_demand}) {
+      for (PlannedBucket& entry : *buckets) {
+        entry.reduction->drop();
+        entry.message.abandon();
+      }
     }
     plan->holds_gradients = false;
     plan->reset();

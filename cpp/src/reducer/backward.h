@@ -89,7 +89,7 @@ class Backward {
   void leave_behind();
   Recording recording() const;
   std::string settings() const;
-  void make_plan(const Recording& mine, const Recording& agreed, const Plan* extended);
+  void make_plan(const Recording& mine, const Recording& agreed);
 
   bool misses_gradients() const;
   bool must_read() const;
@@ -97,11 +97,10 @@ class Backward {
   void refuse(const StepTable& table);
   bool has_no_weight() const;
   void clear_without_weight(const std::vector<BucketMessage::Slot>& slots);
-  void complete_entry(size_t index, const std::function<void()>& meanwhile);
+  void complete_entry(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile);
+  void reduce_on_demand(const std::function<void()>& meanwhile);
   void reduce_sparse();
-  void settle();
-  void reduce_late(const std::vector<int64_t>& late);
-  void find_non_finite_sum(const std::vector<BucketMessage::Slot>& slots);
+  void settle(BucketMessage& message);
   void compare_replicas(const StepTable& table);
 
   void send_failure() noexcept;

@@ -38,6 +38,7 @@ struct BackwardPass {
   bool accumulated = false;          ///< gradients accumulated before it, without synchronization
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws or skips, and sends nothing more
+  bool demanded = false;             ///< a bucket on demand was reduced
   bool reported = false;             ///< the report, which follows all buckets, was sent
   size_t next_launch = 0;            ///< the next bucket to launch
 

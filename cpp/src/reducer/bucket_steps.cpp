@@ -87,7 +87,7 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   join_producers(entry);
   BucketMessage& message = entry.message;
   message.pack(pass.used, pass.kept, entry.averaging(context).before);
-  packed();
+  if (packed) packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   if (entry.traits.shares_memory)
     context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
@@ -146,38 +146,6 @@ void hand_out_bucket(PlannedBucket& entry, ReducerContext& context) {
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
   entry.message.unpack(entry.averaging(context).after);
-}
-
-void reduce_late(const std::vector<int64_t>& parameters, const BackwardPass& pass,
-                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
-                 ReducerContext& context) {
-  const std::string what = "all-reduce of late gradients";
-  std::vector<PlannedBucket> round = build_late_round(parameters, context);
-  for (PlannedBucket& entry : round) {
-    const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.message.pack(pass.used, pass.kept, entry.averaging(context).before);
-    start(entry, entry.message.tensor(), what, context);
-  }
-  const std::vector<uint8_t> used_by_any(context.parameters.size(), 1);
-  for (PlannedBucket& entry : round) {
-    const c10::OptionalDeviceGuard guard(entry.message.device());
-    context.monitor.open([&] { entry.reduction->wait(what, {}); });
-    hand_out_bucket(entry, context);
-    entry.message.settle(used_by_any);
-    completed(entry.message.slots());
-  }
-}
-
-void move_gradients_in(Plan& plan, ReducerContext& context) {
-  std::vector<uint8_t> there;
-  for (const Parameter& parameter : context.parameters)
-    there.push_back(parameter.variable.grad().defined());
-  for (PlannedBucket& entry : plan.entries) {
-    const c10::OptionalDeviceGuard guard(entry.message.device());
-    entry.message.pack(there, there, 1.0);
-    entry.message.unpack(1.0);
-  }
-  plan.holds_gradients = true;
 }
 
 }  // namespace apex::parallel::detail

@@ -14,7 +14,7 @@ namespace apex::parallel::detail {
 
 /// Waits on the current stream for the streams that produced the gradients, packs these, and starts
 /// the reduction.
-/// @param packed  called between packing and the start.
+/// @param packed  called between packing and the start; may be empty.
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
                    ReducerContext& context, const std::function<void()>& packed);
 
@@ -36,14 +36,5 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
 
 /// Hands out the gradients of a completed bucket.
 void hand_out_bucket(PlannedBucket& entry, ReducerContext& context);
-
-/// Reduces gradients that are in no bucket of this backward. The list is the same on every rank.
-/// @param completed  called with each list of parameters that are complete.
-void reduce_late(const std::vector<int64_t>& parameters, const BackwardPass& pass,
-                 const std::function<void(const std::vector<BucketMessage::Slot>&)>& completed,
-                 ReducerContext& context);
-
-/// Moves reduced gradients into the messages of a newer plan, as views.
-void move_gradients_in(Plan& plan, ReducerContext& context);
 
 }  // namespace apex::parallel::detail

@@ -16,10 +16,10 @@ namespace apex::parallel::detail {
 // has no gradient for some parameter. A rank with all gradients does not need them, and on devices
 // it does not wait.
 //
-// Every rank also reads the masks for parameters outside the plan (those without a gradient on any
-// rank when the plan was recorded). If one of them has a gradient on some rank, every rank sees
-// that in the same step. These parameters are reduced in a second round, and belong to the plan
-// from then on.
+// Every rank also reads the masks while parameters are trainable that no rank used when the plan
+// was recorded. If one of them has a gradient on some rank, every rank sees that in the same step.
+// Its bucket, which is in the plan on demand, is then launched after the reports, and the next
+// backward records a plan that has it among the others.
 
 namespace {
 
@@ -81,15 +81,21 @@ void PlannedBucket::reset() {
 }
 
 void Plan::reset() {
-  for (PlannedBucket& entry : entries) entry.reset();
+  for (auto* buckets : {&entries, &on_demand}) {
+    for (PlannedBucket& entry : *buckets) entry.reset();
+  }
 }
 
 void Plan::expect(const std::vector<bool>& trainable, bool static_graph) {
-  watches_unplanned = false;
+  watches_demand = false;
+  // The last backward may have used a bucket on demand.
+  for (PlannedBucket& entry : on_demand) {
+    if (entry.message.gradients_buffer().defined()) entry.message.abandon();
+  }
   for (PlannedBucket& entry : entries) entry.pending = entry.members;
   for (size_t i = 0; i < places.size(); ++i) {
     if (!places[i].is_planned()) {
-      watches_unplanned = watches_unplanned || (trainable[i] && !static_graph);
+      watches_demand = watches_demand || (trainable[i] && !static_graph);
     } else if (places[i].bucket >= 0 && !trainable[i]) {
       --entries[places[i].bucket].pending;
     }
@@ -104,6 +110,7 @@ void build_entries(Plan& plan, ReducerContext& context) {
   plan.has_sparse = false;
   for (Place& place : plan.places) {
     place.bucket = -1;
+    place.demanded = false;
     plan.has_sparse = plan.has_sparse || place.is_sparse();
   }
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -120,17 +127,19 @@ void build_entries(Plan& plan, ReducerContext& context) {
                                       /*may_carry_report=*/site.is_last));
   }
   plan.carries_report = !plan.entries.empty() && plan.entries.back().message.has_tail();
-}
-
-std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
-                                            ReducerContext& context) {
-  std::vector<PlannedBucket> round;
-  const auto infos = parameter_infos(context);
-  for (const auto& members : assign_buckets(infos, parameters, context.options.limits).buckets) {
-    const ReductionSite site = site_of(context.parameters[members.front()], 0, context);
-    round.push_back(make_entry(members, site, context.choose(site), context));
+  std::vector<int64_t> rest;
+  for (auto i = static_cast<int64_t>(plan.places.size()) - 1; i >= 0; --i) {
+    const at::ScalarType dtype = context.parameters[i].dtype;
+    if (!plan.places[i].is_planned() && (at::isFloatingType(dtype) || at::isComplexType(dtype)))
+      rest.push_back(i);
   }
-  return round;
+  const BucketPlan others = assign_buckets(parameter_infos(context), rest, context.options.limits);
+  plan.on_demand.clear();
+  for (const auto& members : others.buckets) {
+    const ReductionSite site = site_of(context.parameters[members.front()],
+                                       buckets.size() + plan.on_demand.size(), context);
+    plan.on_demand.push_back(make_entry(members, site, context.choose(site), context));
+  }
 }
 
 std::vector<ParameterInfo> parameter_infos(const ReducerContext& context) {

@@ -23,12 +23,12 @@ struct Place {
   int64_t bucket = -1;     ///< index into the plan's entries; -1: none
   size_t slot = 0;         ///< its slot in that bucket
   int32_t expected = 1;    ///< times it fires per backward, as recorded by this rank
+  bool demanded = false;   ///< on demand, and reduced in a backward of this plan
   int64_t sparse_dim = 0;  ///< number of sparse dimensions of its gradient; 0: dense
-  bool trainable = false;  ///< in the plan, or trainable when it was recorded
 
   /// A sparse gradient is in no bucket; see Backward::reduce_sparse().
   bool is_sparse() const { return sparse_dim != 0; }
-  /// Whether the plan reduces its gradient.
+  /// Whether its gradient was recorded. Others are reduced on demand.
   bool is_planned() const { return bucket >= 0 || is_sparse(); }
 };
 
@@ -61,13 +61,16 @@ struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
   std::vector<PlannedBucket> entries;  ///< by bucket
-  bool carries_report = false;         ///< the report follows the gradients of the last bucket
-  bool watches_unplanned = false;      ///< parameters outside the plan may get a gradient
-  bool has_sparse = false;             ///< some gradients are sparse
-  int64_t number = 0;                  ///< among the reducer's plans, from 1
-  int64_t backwards = 0;               ///< number of backwards with this plan
-  bool holds_gradients = false;        ///< its messages are those of the last backward
-  int64_t kinds = 0;                   ///< of the parameters, see ParameterTable
+  /// Buckets of parameters that no rank used when the plan was recorded. They are launched after
+  /// the reports, if a rank has a gradient.
+  std::vector<PlannedBucket> on_demand;
+  bool carries_report = false;   ///< the report follows the gradients of the last bucket
+  bool watches_demand = false;   ///< buckets on demand may get a gradient
+  bool has_sparse = false;       ///< some gradients are sparse
+  int64_t number = 0;            ///< among the reducer's plans, from 1
+  int64_t backwards = 0;         ///< number of backwards with this plan
+  bool holds_gradients = false;  ///< its messages are those of the last backward
+  int64_t kinds = 0;             ///< of the parameters, see ParameterTable
 
   /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
@@ -76,12 +79,9 @@ struct Plan {
   void expect(const std::vector<bool>& trainable, bool static_graph);
 };
 
-/// Makes the entries of `plan` from its buckets and places.
+/// Makes the entries of `plan` from its buckets and places, and buckets on demand for all other
+/// parameters. These are reduced without the hook.
 void build_entries(Plan& plan, ReducerContext& context);
-
-/// Buckets for gradients that are in no entry. They are reduced immediately, without the hook.
-std::vector<PlannedBucket> build_late_round(const std::vector<int64_t>& parameters,
-                                            ReducerContext& context);
 
 /// The input of assign_buckets().
 std::vector<ParameterInfo> parameter_infos(const ReducerContext& context);

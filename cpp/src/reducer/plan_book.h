@@ -14,14 +14,14 @@ namespace apex::parallel::detail {
 
 // Note [One plan]
 //
-// A reducer has one plan. A parameter that is frozen later keeps its place in its bucket, for which
-// its rank sends zeros, as for a parameter without a gradient. So no message depends on the set of
-// trainable parameters, and a program that alternates between two sets has one plan for both.
+// A reducer has one plan, with a place for every parameter. For a parameter that is frozen, as for
+// one without a gradient, a rank sends zeros. So no message depends on the set of trainable
+// parameters, and a program that alternates between two sets has one plan for both.
 //
-// If a parameter becomes trainable that was frozen when the plan was recorded, the rank leaves the
-// plan, as with rebuild_buckets(); see Note [Carried through]. The new plan also has the parameters
-// of the old one. Parameters that stay frozen for kKeptFor backwards leave the plan in the same
-// way.
+// A gradient of a parameter that was frozen, or not used on any rank, when the plan was recorded is
+// reduced on demand. The next backward then records a plan that also has the parameters of the old
+// one. If parameters stay frozen for kKeptFor backwards, a plan without them is recorded. Every
+// rank decides both from the same reports, so all ranks record in the same backward.
 //
 // All ranks must freeze and unfreeze the same parameters. The reports contain the set of each rank,
 // so a difference is an error on every rank. On devices on which ranks do not read each other's
@@ -46,25 +46,29 @@ class PlanBook {
   }
   /// The plan by which this rank sends messages in this backward; null if there is none.
   Plan* sends_by() { return left_ == ReasonToLeave::kNone ? plan_.get() : still_carried(); }
-  /// The plan whose parameters the next one must also have, if all ranks left it because of the set
-  /// of trainable parameters. The same on every rank.
-  const Plan* extended() const { return is_settled() ? nullptr : plan_.get(); }
+  /// The plan whose parameters the next one must also have; null if there is none. The same on
+  /// every rank.
+  const Plan* extended() const { return extended_.get(); }
 
   /// Before a backward with this set of trainable parameters: leaves the plan, or prepares it.
   /// @param follows  this rank has no data and does what the others do.
   void choose(const std::vector<bool>& trainable, bool follows);
   /// Replaces the plan by one without buckets.
   Plan& put(std::vector<Place> places);
-  /// A backward with the current plan has ended. The set is the same on every rank.
-  void served(const std::vector<bool>& trainable);
+  /// A backward with the current plan has ended. The arguments are the same on every rank.
+  /// @param demanded  a bucket on demand was reduced.
+  void served(const std::vector<bool>& trainable, bool demanded);
 
  private:
-  ReasonToLeave why_leave(const std::vector<bool>& trainable) const;
-  bool is_settled() const;
+  enum class Next { kSame, kLarger, kSmaller };
+  bool has_frozen(const std::vector<bool>& trainable) const;
+  bool owns_all() const;
 
   const ReducerContext& context_;
   std::unique_ptr<Plan> plan_;
   ReasonToLeave left_ = ReasonToLeave::kNone;
+  Next next_ = Next::kSame;  ///< the plan of the next backward
+  std::unique_ptr<Plan> extended_;
   std::vector<bool> set_;  ///< of the last backward
   int64_t same_for_ = 0;   ///< number of backwards with this set before that one
 };

@@ -186,7 +186,12 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   std::vector<at::Tensor> buffers;
   Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
-  for (PlannedBucket& entry : plan->entries) buffers.push_back(entry.message.gradients_buffer());
+  for (const PlannedBucket& entry : plan->entries)
+    buffers.push_back(entry.message.gradients_buffer());
+  for (const PlannedBucket& entry : plan->on_demand) {
+    if (const at::Tensor buffer = entry.message.gradients_buffer(); buffer.defined())
+      buffers.push_back(buffer);
+  }
   return buffers;
 }
 

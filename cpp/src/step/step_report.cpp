@@ -58,11 +58,8 @@ const Question kAsked[] = {
      "updated the parameters after a backward without synchronization"},
 };
 
-const char* const kReasons[] = {"",
-                                "rebuild_buckets()",
-                                "another communication hook",
+const char* const kReasons[] = {"", "rebuild_buckets()", "another communication hook",
                                 "parameters of another dtype, device or shape",
-                                "other parameters are trainable",
                                 "another wrapper averages some parameters"};
 
 /// Allowed ratio of distances. Different processors round differently; an additional step moves
@@ -209,11 +206,6 @@ bool StepTable::all_left() const {
   return !any(reports_, [](const StepReport& one) {
     return one.left == ReasonToLeave::kNone && !one.without_data;
   });
-}
-
-bool StepTable::all_left_for(ReasonToLeave reason) const {
-  return !any(reports_,
-              [&](const StepReport& one) { return one.left != reason && !one.without_data; });
 }
 
 bool StepTable::same_settings() const {

@@ -67,7 +67,6 @@ enum class ReasonToLeave : int64_t {
   kRebuildBuckets,
   kCommHook,
   kParameters,
-  kSet,    ///< other parameters are trainable
   kOwner,  ///< another reducer averages some parameters
 };
 
@@ -126,7 +125,6 @@ class StepTable {
   bool has_digests() const;     ///< all ranks have compared something
   bool same_digests() const;
   bool all_left() const;  ///< of the ranks with data
-  bool all_left_for(ReasonToLeave reason) const;
   bool same_settings() const;
 
   /// Why this backward is invalid, in the same sentence on every rank; empty if it is valid.

@@ -185,7 +185,7 @@ TEST(ReducerLateParameter, OneRankUsesIt_SeveralFlatBuckets_IsAveragedOnEveryRan
         EXPECT_TRUE(extra.grad().equal(at::full({3}, 2.0F))) << step;
       }
     }
-    EXPECT_EQ(reducer.statistics().plans_extended, 1);
+    EXPECT_EQ(reducer.statistics().plans_recorded, 2);
   });
 }
 

@@ -57,7 +57,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.failed = report.without_data = true;
   report.facts.updated = true;
   report.compared = false;
-  report.left = ReasonToLeave::kSet;
+  report.left = ReasonToLeave::kOwner;
   report.facts.moved = 0.1;
   report.facts.sample = std::numeric_limits<int64_t>::min();
   report.settings = -5;
@@ -67,7 +67,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   EXPECT_EQ(read.backward, 7);
   EXPECT_TRUE(read.failed && read.without_data && read.facts.updated);
   EXPECT_FALSE(read.skips || read.compared || read.facts.idle_step || read.facts.updated_locally);
-  EXPECT_EQ(read.left, ReasonToLeave::kSet);
+  EXPECT_EQ(read.left, ReasonToLeave::kOwner);
   EXPECT_EQ(read.facts.moved, 0.1);
   EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
   EXPECT_EQ(read.settings, -5);
@@ -155,19 +155,16 @@ TEST(StepReport, PlanLeftBySome_IsRefusedWithTheReason_AndByAllIsNot) {
   all[2].report.without_data = true;  // follows the other ranks
   EXPECT_EQ(refused(all), "");
   EXPECT_TRUE(table_of(all).all_left());
-  EXPECT_FALSE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
-  all[1].report.left = ReasonToLeave::kRebuildBuckets;
-  EXPECT_TRUE(table_of(all).all_left_for(ReasonToLeave::kRebuildBuckets));
 }
 
 TEST(StepReport, ParameterFrozenOnSomeRanks_IsNamedWithThem_BeforeThePlan) {
   std::vector<Row> all = rows(3);
   all[1].trainable[2] = false;
-  all[1].report.left = ReasonToLeave::kSet;
+  all[1].report.left = ReasonToLeave::kOwner;
   expect_contains(refused(all),
                   "parameter 'p2' is frozen on rank 1 and trainable on rank 0, rank 2");
   for (Row& row : all) row.trainable[2] = false;
-  for (Row& row : all) row.report.left = ReasonToLeave::kSet;
+  for (Row& row : all) row.report.left = ReasonToLeave::kOwner;
   EXPECT_EQ(refused(all), "");
   all[0].trainable[0] = false;
   all[0].report.without_data = true;  // its row has no such information

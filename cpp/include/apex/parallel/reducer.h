@@ -157,7 +157,6 @@ struct JoinEvent {
 struct ReducerStatistics {
   int64_t backwards = 0;       ///< synchronized backwards that were completed
   int64_t plans_recorded = 0;  ///< times the order was recorded and a plan agreed on
-  int64_t plans_extended = 0;  ///< times parameters that had no gradient before were added
   // With one rank, buckets are launched and counted as with several ranks, but nothing is sent.
   int64_t launched_in_backward = 0;  ///< collectives started by a hook, while backward was running
   int64_t launched_at_end = 0;       ///< collectives started after backward had ended
@@ -185,9 +184,9 @@ struct ReducerStatistics {
 /// waits on CPU backends, the current stream on NCCL). Gradients are complete when backward()
 /// returns.
 ///
-/// The first backward records the plan and reduces at its end. So does the first one in which a
-/// parameter is trainable that was frozen then. A parameter that is frozen later keeps its place.
-/// From then on, on every rank:
+/// The first backward records the plan and reduces at its end. A gradient of a parameter that no
+/// rank used then is reduced at the end of backward, and the next backward records a plan with it.
+/// A parameter that is frozen later keeps its place. From then on, on every rank:
 /// - Buckets are launched in the same order.
 /// - A parameter that only some ranks used gets the average, with zeros for the other ranks.
 /// - A parameter that no rank used is left alone (None stays None), without a flag and without a
@@ -382,10 +381,9 @@ class APEX_API Reducer {
   /// The current plan (indices into parameters()); nullopt before the first backward.
   std::optional<BucketPlan> plan() const;
 
-  /// The flat buffer of each bucket of the plan, [elements], in launch order. With
+  /// The flat buffer of each bucket of the last backward, [elements], in launch order. With
   /// gradient_as_bucket_view, gradients are views of these buffers. Empty before the first
-  /// backward, after a failed one, and, without gradient_as_bucket_view, after one that changed the
-  /// plan.
+  /// backward and after a failed one.
   std::vector<at::Tensor> buffers() const;
 
   /// All parameters, duplicates removed.
