@@ -164,7 +164,7 @@ void Backward::count_down(size_t index) {
 }
 
 void Backward::launch_ready() {
-  if (context_.options.delay_allreduce || context_.owes_end || context_.waits_for_turn) return;
+  if (context_.options.delay_allreduce || context_.owes_end || context_.launches_at_end) return;
   auto& entries = plan().entries;
   const size_t end = plan().plain_buckets();
   while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
@@ -173,22 +173,6 @@ void Backward::launch_ready() {
     launch(pass_.next_launch);
     context_.statistics.add(&ReducerStatistics::launched_in_backward);
   }
-}
-
-void Backward::launch_if_all_frozen() {
-  const Plan* plan = book_.current();
-  if (plan == nullptr) return;
-  const bool frozen = std::all_of(plan->entries.begin(), plan->entries.end(),
-                                  [](const PlannedBucket& entry) { return entry.pending == 0; });
-  if (frozen) launch_ready();
-}
-
-bool Backward::launched_all() const {
-  const Plan* plan = book_.current();
-  if (plan == nullptr) return book_.still_carried() == nullptr;
-  const size_t all = plan->plain_buckets();
-  return pass_.next_launch >= all &&
-         (all == 0 || !plan->entries[all - 1].reduction->holds_back_next());
 }
 
 void Backward::launch(size_t index, const std::function<void()>& packed) {
@@ -217,16 +201,6 @@ void Backward::or_end(const std::function<void()>& launch) {
   }
 }
 
-/// Launches the remaining buckets before `end`. Calls `packed` for the one that carries the report.
-void Backward::launch_buckets(size_t end, const std::function<void()>& packed) {
-  Plan& plan = this->plan();
-  for (size_t next = pass_.next_launch; next < end; ++next) {
-    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
-    launch(next, next >= plan.plain_buckets() ? packed : std::function<void()>());
-    context_.statistics.add(&ReducerStatistics::launched_at_end);
-  }
-}
-
 /// Launches the remaining buckets, then the report.
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
@@ -244,7 +218,11 @@ void Backward::launch_rest(StepReport report) {
       reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
     }
   };
-  launch_buckets(plan.entries.size(), packed);
+  for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
+    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
+    launch(next, next >= plan.plain_buckets() ? packed : std::function<void()>());
+    context_.statistics.add(&ReducerStatistics::launched_at_end);
+  }
   if (!plan.carries_report) {
     if (!plan.entries.empty())
       let_next_pass(plan.entries.back(), plan.entries.size() - 1, context_);
@@ -257,23 +235,13 @@ void Backward::launch_rest(StepReport report) {
   state_.clock.launched(context_.statistics);
 }
 
-/// Launches zeros for the buckets before `end`, with the report in the one that carries it.
-void Backward::launch_absent(Plan& plan, size_t end, const StepReport& report) {
+/// Launches zeros for the remaining buckets, with the report in the one that carries it.
+void Backward::launch_absent(Plan& plan, const StepReport& report) {
   const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
-  or_end([&] { detail::launch_absent(plan.entries, end, report.failed, context_, write); });
+  or_end([&] { detail::launch_absent(plan.entries, report.failed, context_, write); });
 }
 
 // --- all gradients are computed: this rank sends ---
-
-void Backward::send_gradients() {
-  if (const Plan* plan = book_.current()) {
-    const size_t all = plan->plain_buckets();
-    launch_buckets(all, {});
-    if (all > 0) let_next_pass(this->plan().entries[all - 1], all - 1, context_);
-  } else if (Plan* left = book_.still_carried()) {
-    launch_absent(*left, left->plain_buckets(), reporter_.report(book_.left()));
-  }
-}
 
 void Backward::send() {
   context_.enter(Phase::kEnding);
@@ -282,7 +250,7 @@ void Backward::send() {
   const std::string mine = settings();
   report.settings = Fingerprint().add(mine.data(), mine.size()).value();
   Plan* const left = book_.still_carried();
-  if (left != nullptr) launch_absent(*left, left->entries.size(), report);
+  if (left != nullptr) launch_absent(*left, report);
   pass_.reported = true;
   reporter_.send(report, pass_.used, left);
 }
@@ -675,19 +643,9 @@ void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
     Plan* const plan = book_.sends_by();
-    if (plan != nullptr) launch_absent(*plan, plan->entries.size(), reporter_.failure());
+    if (plan != nullptr) launch_absent(*plan, reporter_.failure());
     if (plan == nullptr || !plan->carries_report)
       reporter_.send(reporter_.failure(), pass_.used, plan);
-  } catch (...) {
-    context_.fail();
-  }
-}
-
-void Backward::send_absent() noexcept {
-  if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
-  try {
-    if (Plan* const plan = book_.sends_by())
-      launch_absent(*plan, plan->plain_buckets(), reporter_.failure());
   } catch (...) {
     context_.fail();
   }

@@ -47,15 +47,8 @@ class Backward {
   // While gradients are computed.
   void gradient_ready(size_t index);
   void launch_ready();
-  /// No gradient will be ready if all parameters of the plan are frozen, for example those of the
-  /// other model of a GAN. Other reducers may wait for these buckets: see Note [Turns].
-  void launch_if_all_frozen();
-  /// Whether all buckets of the plan that can be launched before send() are launched.
-  bool launched_all() const;
 
   // When all gradients are computed.
-  /// Sends only the gradients. Call send() next, or send_absent() and fail() if this has thrown.
-  void send_gradients();
   void send();
   void complete(const std::function<void()>& meanwhile);
   /// Call it when complete() has returned. Throws the error of this backward, if there is one. The
@@ -65,8 +58,6 @@ class Backward {
   /// Ends a backward after an exception. Sends what the other ranks wait for, and leaves nothing in
   /// flight. Call it in a catch block, or when autograd has abandoned the backward.
   void fail() noexcept;
-  /// The first part of fail(): only sends what the other ranks wait for. Call fail() next.
-  void send_absent() noexcept;
 
   /// While gradients are computed: names the gradients that the next bucket waits for.
   std::string describe() const;
@@ -81,9 +72,8 @@ class Backward {
   void count_down(size_t index);
   void launch(size_t index, const std::function<void()>& packed = {});
   void or_end(const std::function<void()>& launch);
-  void launch_buckets(size_t end, const std::function<void()>& packed);
   void launch_rest(StepReport report);
-  void launch_absent(Plan& plan, size_t end, const StepReport& report);
+  void launch_absent(Plan& plan, const StepReport& report);
 
   void record(const std::function<void()>& meanwhile);
   void leave_behind();

@@ -97,12 +97,11 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   start(entry, message.tensor(), what, context);
 }
 
-void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
-                   ReducerContext& context,
+void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report) {
   // If reports are not read, zeros would not be detected.
   const bool poison = failed && !context.reads_reports();
-  for (size_t b = 0; b < end; ++b) {
+  for (size_t b = 0; b < entries.size(); ++b) {
     PlannedBucket& entry = entries[b];
     if (entry.launched) continue;
     entry.launched = true;
@@ -122,7 +121,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
     start(entry, entry.absent, describe_bucket(entry, b, context), context);
   }
   // The report follows.
-  if (end > 0) let_next_pass(entries[end - 1], end - 1, context);
+  if (!entries.empty()) let_next_pass(entries.back(), entries.size() - 1, context);
 }
 
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {

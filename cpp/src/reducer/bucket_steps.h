@@ -20,11 +20,9 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
 
 /// Launches the buckets of `entries` that were not launched yet, with zeros. See Note [Carried
 /// through].
-/// @param end           launches only the buckets before this one.
 /// @param failed        this backward is invalid.
 /// @param write_report  writes the report to the tail of the last bucket, if it carries one.
-void launch_absent(std::vector<PlannedBucket>& entries, size_t end, bool failed,
-                   ReducerContext& context,
+void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerContext& context,
                    const std::function<void(const at::Tensor& tail)>& write_report);
 
 /// Waits for a bucket if the next one must not be launched before it has completed.

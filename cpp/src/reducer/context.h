@@ -44,7 +44,7 @@ struct ReducerContext {
   /// Under join(): the end of the backward in progress must be announced before its buckets are
   /// launched, so that the order is the same on ranks without data.
   bool owes_end = false;
-  bool waits_for_turn = false;  ///< see Note [Turns]
+  bool launches_at_end = false;  ///< see Note [Several reducers on one channel]
   bool parameters_changed =
       false;  ///< were frozen or unfrozen since the last synchronized backward
 

@@ -297,9 +297,6 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   session->join(shared_from_this());
   session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
-  context().waits_for_turn = !session_->is_turn_of(this);
-  backward_->launch_if_all_frozen();
-  if (backward_->launched_all()) session_->turn_over(this);
 }
 
 void ReducerCore::choose_plan() {
@@ -318,9 +315,13 @@ void ReducerCore::gradient_ready(size_t index) {
     return;
   if (!parameter.variable.requires_grad()) return;  // frozen after its forward
   if (!in_backward(context().phase) && !begin_at_gradient(index)) return;
-  context().waits_for_turn = session_ != nullptr && !session_->is_turn_of(this);
+  context().launches_at_end = launches_at_end();
   backward_->gradient_ready(index);
-  if (session_ != nullptr && backward_->launched_all()) session_->turn_over(this);
+}
+
+/// See Note [Several reducers on one channel].
+bool ReducerCore::launches_at_end() const {
+  return session_ != nullptr && session_->has_several() && (shares_channel_ || context().hook);
 }
 
 /// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
@@ -368,23 +369,10 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
   }
 }
 
-void ReducerCore::send_gradients(const BackwardSession* session) noexcept {
-  const Change change(context().monitor);
-  // If the end is announced first, ranks without data follow this rank reducer by reducer.
-  if (session_ != session || context().owes_end) return;
-  try {
-    backward_->send_gradients();
-  } catch (...) {
-    early_failure_ = std::current_exception();
-    backward_->send_absent();
-  }
-}
-
 void ReducerCore::send(const BackwardSession* session) {
   const Change change(context().monitor);
   if (session_ != session) return;
   or_fail([&] {
-    if (early_failure_) std::rethrow_exception(std::exchange(early_failure_, nullptr));
     uneven_.announce_end();
     backward_->send();
   });
@@ -405,11 +393,6 @@ void ReducerCore::finish(const std::function<void()>& meanwhile) {
   if (context().parameters.retired()) retire();
   const std::unique_ptr<Backward> ended = std::move(backward_);
   ended->conclude();
-}
-
-void ReducerCore::abandon_gradients(const BackwardSession* session) noexcept {
-  const Change change(context().monitor);
-  if (session_ == session && !context().owes_end) backward_->send_absent();
 }
 
 void ReducerCore::abandon(const BackwardSession* session) noexcept {

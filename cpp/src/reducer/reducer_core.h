@@ -82,11 +82,8 @@ class ReducerCore final : public BackwardParticipant,
   }
   void own_parameters() override;
   void begin(const std::shared_ptr<BackwardSession>& session) override;
-  bool takes_turns() const override { return shares_channel_ || context().hook; }
-  void send_gradients(const BackwardSession* session) noexcept override;
   void send(const BackwardSession* session) override;
   void complete(const BackwardSession* session, const std::function<void()>& meanwhile) override;
-  void abandon_gradients(const BackwardSession* session) noexcept override;
   void abandon(const BackwardSession* session) noexcept override;
   std::string out_of_step() const override;
   std::string describe() const override;
@@ -107,6 +104,7 @@ class ReducerCore final : public BackwardParticipant,
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   void choose_plan();
   bool begin_at_gradient(size_t index);
+  bool launches_at_end() const;
   void forget_cleared_weights();
   bool trains_any() const;
 
@@ -115,7 +113,6 @@ class ReducerCore final : public BackwardParticipant,
   std::atomic<bool> synchronizing_{true};
   std::unique_ptr<Backward> backward_;  ///< in progress
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
-  std::exception_ptr early_failure_;    ///< thrown in send_gradients(), rethrown by send()
   bool shares_channel_ = false;
   std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward without autograd
   UnevenInputs uneven_;

@@ -106,21 +106,6 @@ void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
   several_ = participants_.size() > 1;
 }
 
-bool BackwardSession::is_turn_of(const BackwardParticipant* one) {
-  if (!several_ || !one->takes_turns()) return true;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto other = participants_.rbegin(); other != participants_.rend(); ++other) {
-    if (other->get() == one) return true;
-    if ((*other)->takes_turns() && launched_.count(other->get()) == 0) return false;
-  }
-  return true;
-}
-
-void BackwardSession::turn_over(const BackwardParticipant* one) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  launched_.insert(one);
-}
-
 void BackwardSession::end() {
   Participants reducers;
   {
@@ -135,9 +120,6 @@ void BackwardSession::end() {
       if (!error) error = std::current_exception();
     }
   };
-  if (reducers.size() > 1) {
-    for (auto one = reducers.rbegin(); one != reducers.rend(); ++one) (*one)->send_gradients(this);
-  }
   for (const auto& one : reducers) keep_error([&] { one->send(this); });
   const auto look_at_all = [&] {
     for (const auto& one : reducers) {
@@ -152,10 +134,6 @@ void BackwardSession::end() {
 }
 
 BackwardSession::~BackwardSession() {
-  if (several_) {
-    for (auto one = participants_.rbegin(); one != participants_.rend(); ++one)
-      (*one)->abandon_gradients(this);
-  }
   for (const auto& one : participants_) one->abandon(this);
 }
 

@@ -39,20 +39,13 @@ class BackwardParticipant {
   virtual void own_parameters() = 0;
   virtual void begin(const std::shared_ptr<BackwardSession>& session) = 0;
 
-  /// Whether its messages may use the same communicator as those of other reducers: see Note
-  /// [Turns].
-  virtual bool takes_turns() const = 0;
-  /// All gradients are computed. If there are several reducers, each sends its gradients first. An
-  /// exception is kept for send().
-  virtual void send_gradients(const BackwardSession* session) noexcept = 0;
-  /// Sends the remaining buckets and this rank's report. Does not wait for the reports of others.
+  /// All gradients are computed. Sends the remaining buckets and this rank's report. Does not wait
+  /// for the reports of others.
   virtual void send(const BackwardSession* session) = 0;
   /// Waits, and replaces gradients by averages. `meanwhile` is called periodically, and may throw
   /// OutOfStepElsewhere to end the wait. Does nothing if send() has failed.
   virtual void complete(const BackwardSession* session, const std::function<void()>& meanwhile) = 0;
-  /// An exception has ended the backward. If there are several reducers, abandon_gradients() first
-  /// sends the gradients that other ranks wait for. abandon() reports the failure.
-  virtual void abandon_gradients(const BackwardSession* session) noexcept = 0;
+  /// An exception has ended the backward. Sends what other ranks wait for, and reports the failure.
   virtual void abandon(const BackwardSession* session) noexcept = 0;
 
   /// Reports what this reducer waits for to ranks that wait for this rank. Does not block.
@@ -83,18 +76,14 @@ class BackwardParticipant {
 //
 // If an exception is raised before backward reaches any output, no reducer has begun a backward.
 
-// Note [Turns]
+// Note [Several reducers on one channel]
 //
 // Reducers on one NCCL communicator share the order of its collectives. Communication hooks may
 // share it as well, because a hook may use any group. Each reducer launches its own buckets in
-// order (Note [Order of launches]). But if a rank skips a layer, the layer's bucket waits for the
-// end of backward. Buckets of other reducers would precede it on that rank and follow it on other
-// ranks, and different gradients would be summed without an error. So the reducers take turns. The
-// reducer that was constructed last is normally reached first by backward, so it launches first. A
-// reducer launches no bucket before all earlier reducers in this order have launched all of their
-// buckets. The remaining buckets are launched at the end, in the same order. Then the reports
-// follow, and the buckets that carry a report, in the order of construction. A reducer with its own
-// channels and no hook does not wait for a turn.
+// order (Note [Order of launches]). But the order in which a backward reaches the layers of several
+// reducers may differ by rank. Then different gradients would be summed without an error. So such
+// reducers launch their buckets at the end of a backward that has several reducers, in the order of
+// construction. A reducer with its own channels and no hook launches them during backward.
 //
 // The participants are known from the first output on. Two kinds of reducers join later: reducers
 // that begin with a gradient (because an output was not found, or in backward(inputs=...)), and
@@ -134,12 +123,10 @@ class BackwardSession {
   /// The session of the graph task that this thread runs.
   static std::shared_ptr<BackwardSession> current();
 
-  /// Adds `one` to the participants. Call this and the next two with the lock of the reducer held.
+  /// Adds `one` to the participants. Call it with the lock of the reducer held.
   void join(const std::shared_ptr<BackwardParticipant>& one);
-  /// Whether `one` may launch a bucket before all gradients are computed: see Note [Turns].
-  bool is_turn_of(const BackwardParticipant* one);
-  /// `one` has launched all of its buckets.
-  void turn_over(const BackwardParticipant* one);
+  /// Whether it has more than one participant.
+  bool has_several() const { return several_; }
   /// All gradients are computed. Ends all reducers, then throws the first error of one.
   void end();
 
@@ -157,7 +144,6 @@ class BackwardSession {
   std::atomic<bool> several_{false};  ///< more than one participant
   std::mutex mutex_;                  ///< guards the rest
   std::unordered_set<const BackwardParticipant*> reached_;
-  std::unordered_set<const BackwardParticipant*> launched_;  ///< have launched all their buckets
   Participants participants_;
 };
 

@@ -255,7 +255,8 @@ TEST(ReducerOwner, ExceptionBeforeTheOutputsOfAnotherReducer_ItsNextStep_IsNotOu
 /// The first output that backward reaches starts it for all reducers in the graph, so each of them
 /// sees the exception.
 TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndTheNextStepIsRight) {
-  // Also if both use one group, whose messages have one order: see Note [Turns].
+  // Also if both use one group, whose messages have one order: see Note [Several reducers on one
+  // channel].
   for (const auto& [recording, shares] : std::vector<std::pair<bool, bool>>{
            {true, false}, {false, false}, {true, true}, {false, true}}) {
     const auto second = apex::testing::ThreadBackendControl::create(kWorld);
@@ -295,7 +296,8 @@ TEST(ReducerOwner, ExceptionBeforeTheSecondReducerIsReached_EveryRankThrows_AndT
 }
 
 /// Layers of equal size, so that swapped messages would fit. Messages for layers that a rank leaves
-/// out are sent at the end. Without Note [Turns], they would follow the other reducer's buckets.
+/// out are sent at the end. Without Note [Several reducers on one channel], they would follow the
+/// other reducer's buckets.
 TEST(ReducerOwner, TwoReducersOnOneGroup_LayersLeftOutOnSomeRanks_GradientsAreTheirOwnAverages) {
   constexpr int kRanks = 3;
   run_ranks(kRanks, [](int rank, const Group& group) {
