@@ -9,6 +9,7 @@
 
 #include <apex/error.h>
 #include <apex/parallel/reducer.h>
+#include <support/reducer_steps.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
@@ -318,6 +319,36 @@ TEST(Reducer, CommHook_Set_ReplacesTheAllReduceAndItsAverage) {
       EXPECT_TRUE(hook->last_seen);
     });
   }
+}
+
+TEST(ReducerEarlyStep, InAGradientsHook_IsRefused_AndNamed) {
+  run_ranks(2, [](int rank, const Group& group) {
+    ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);
+    Reducer reducer(model.parameters, {group});
+    const auto step = [&](int number) {
+      model.zero_grad();
+      const at::Tensor y =
+          apex::testing::forward(reducer, model, apex::testing::batch(rank, number));
+      apex::testing::loss_of(y).backward();
+    };
+    step(0);
+    std::string refused;
+    const auto hook = model[2].register_hook([&](const at::Tensor&) -> void {
+      refused = message_of<Error>([&] { Reducer::optimizer_steps({model[0], model[2]}); });
+    });
+    step(1);
+    expect_contains(refused, model.parameters[0].name);
+    apex::testing::expect_average(model, 2, 1, "refused before it was written");
+    model[2].remove_hook(hook);
+    Reducer::optimizer_steps({model[0], model[2]});  // between backwards
+    model[2].register_hook([&](const at::Tensor&) -> void {
+      const at::NoGradGuard guard;
+      model[2].mul_(2);
+    });
+    const std::string error = message_of<std::exception>([&] { step(2); });
+    expect_contains(error, "is updated inside backward");
+    expect_contains(error, "'" + model.parameters[2].name + "'");
+  });
 }
 
 }  // namespace
