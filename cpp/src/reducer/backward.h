@@ -12,7 +12,7 @@
 #include "reducer/backward_pass.h"
 #include "reducer/bucket_steps.h"
 #include "reducer/context.h"
-#include "reducer/plan_book.h"
+#include "reducer/plan.h"
 #include "reducer/recording.h"
 #include "reducer/step_clock.h"
 #include "reducer/step_reporter.h"

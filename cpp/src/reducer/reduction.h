@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// The interface for the reduction of one bucket, and the built-in implementations, one source file
-/// each.
+/// The interface for the reduction of one bucket, and the built-in implementations.
 
 #include <functional>
 #include <memory>
@@ -83,8 +82,5 @@ std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site);
 
 std::unique_ptr<Reduction> make_all_reduce(const ReductionSite& site);
 std::unique_ptr<Reduction> make_hook_reduction(const ReductionSite& site);
-/// For one rank, where the tensor already is the sum. A call to a backend would cost more than the
-/// rest of a step.
-std::unique_ptr<Reduction> make_local_reduction();
 
 }  // namespace apex::parallel::detail

@@ -1,10 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/reduction.h"
 
-namespace apex::parallel::detail {
+#include <memory>
+#include <typeinfo>
+
+#include <c10/util/Type.h>
+
+namespace apex::parallel {
+
+CommHook::~CommHook() = default;
+
+std::string CommHook::name() const { return c10::demangle(typeid(*this).name()); }
+
+namespace detail {
 
 namespace {
 
+/// For one rank, where the tensor already is the sum. A call to a backend would cost more than the
+/// rest of a step.
 class LocalReduction final : public Reduction {
  public:
   ReductionTraits traits() const override {
@@ -24,11 +37,12 @@ class LocalReduction final : public Reduction {
 
 }  // namespace
 
-std::unique_ptr<Reduction> make_local_reduction() { return std::make_unique<LocalReduction>(); }
-
 std::unique_ptr<Reduction> choose_reduction(const ReductionSite& site) {
   if (site.hook) return make_hook_reduction(site);
-  return site.alone ? make_local_reduction() : make_all_reduce(site);
+  if (site.alone) return std::make_unique<LocalReduction>();
+  return make_all_reduce(site);
 }
 
-}  // namespace apex::parallel::detail
+}  // namespace detail
+
+}  // namespace apex::parallel
