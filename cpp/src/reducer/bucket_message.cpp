@@ -196,14 +196,12 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, const std::vector<uin
   if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
 }
 
-at::Tensor BucketMessage::absent(bool poison, bool idle) {
+void BucketMessage::blank(bool poison) {
   const BelowAutograd guard;
-  const bool is_free =
-      idle && buffer_.defined() && home_.storage().use_count() == 1 + slots_.size();
-  const at::Tensor tensor = is_free ? buffer_.zero_()
-                                    : at::zeros({numel_ + options_.tail},
-                                                at::TensorOptions().dtype(dtype_).device(device_));
-  return poison ? tensor.fill_(std::numeric_limits<double>::quiet_NaN()) : tensor;
+  give_back();
+  const size_t ours = 1 + slots_.size();
+  if (!buffer_.defined() || home_.storage().use_count() > ours) allocate();
+  buffer_.fill_(poison ? std::numeric_limits<double>::quiet_NaN() : 0.0);
 }
 
 at::Tensor BucketMessage::gradients_buffer() const {
@@ -290,21 +288,27 @@ void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
   multi_tensor_copy(std::move(targets), std::move(sources));
 }
 
-void BucketMessage::abandon() {
-  const BelowAutograd guard;
+/// Gradients are this rank's own again. After pack(), the buffer may hold a part of the sum.
+void BucketMessage::give_back() {
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.variable.mutable_grad();
     if (slot.view.defined() && lies_in(grad, slot)) {
       if (packed_) {
-        grad = slot.own;  // the buffer may hold a part of the sum
+        grad = slot.own;
       } else if (takes_average(slot)) {
         slot.own.copy_(slot.view);
         grad = slot.own;
       }
     }
-    slot.own = slot.stash = slot.view = at::Tensor();
+    slot.own = slot.stash = at::Tensor();
   }
   packed_ = open_ = false;
+}
+
+void BucketMessage::abandon() {
+  const BelowAutograd guard;
+  give_back();
+  for (Slot& slot : slots_) slot.view = at::Tensor();
   // Collectives in flight keep a reference to the old buffer, which has no other user.
   buffer_ = home_ = at::Tensor();
 }

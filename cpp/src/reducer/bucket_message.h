@@ -75,19 +75,15 @@ class BucketMessage {
   /// @param kept  by parameter index: whether .grad was defined before this backward.
   void pack(const std::vector<uint8_t>& used, const std::vector<uint8_t>& kept, double scale);
 
-  /// The message of a rank that contributes nothing to this bucket: zeros, or NaN with `poison`,
-  /// for devices on which reports are not read.
-  ///
-  /// This rank may be out of memory. So the result uses the message's own buffer, if there is one
-  /// that nobody else uses. Otherwise it is a new tensor. No gradient changes.
-  /// @param idle  no reduction uses the buffer.
-  at::Tensor absent(bool poison, bool idle);
+  /// Makes tensor() the message of a rank that contributes nothing to this bucket: zeros, or NaN
+  /// with `poison`, for devices on which reports are not read. Gradients are this rank's own again.
+  /// This rank may be out of memory, so memory is allocated only if a gradient lies in the buffer.
+  void blank(bool poison);
 
-  /// The tensor to reduce, valid between pack() and unpack(): contiguous and real-valued.
+  /// The tensor to reduce, valid after pack() and blank(): contiguous and real-valued.
   const at::Tensor& tensor() const { return buffer_; }
 
-  /// Parts of tensor(), or of the result of absent(): the gradients, the tail after them, and views
-  /// of single gradients, by slot.
+  /// Parts of tensor(): the gradients, the tail after them, and views of single gradients, by slot.
   at::Tensor gradients_of(const at::Tensor& tensor) const { return tensor.narrow(0, 0, numel_); }
   at::Tensor tail_of(const at::Tensor& tensor) const {
     return tensor.narrow(0, numel_, options_.tail);
@@ -124,6 +120,7 @@ class BucketMessage {
 
  private:
   void open();
+  void give_back();
   void allocate();
   bool is_held() const;
   at::Tensor source_of(const at::Tensor& grad) const;

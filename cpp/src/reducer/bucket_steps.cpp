@@ -111,14 +111,13 @@ void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerCont
     // The last backward may still use the buffer, on a stream for which this one does not wait.
     if (entry.unpacked_on) entry.producers.push_back(*entry.unpacked_on);
     join_producers(entry);
-    // An earlier backward with an abandoned plan may also still send this buffer.
-    const bool idle = !entry.absent.defined();
-    entry.absent = entry.message.absent(poison, idle);
-    if (entry.message.has_tail()) write_report(entry.message.tail_of(entry.absent));
-    keep_for_current_stream(entry.absent);
+    entry.message.blank(poison);
+    const at::Tensor& tensor = entry.message.tensor();
+    if (entry.message.has_tail()) write_report(entry.message.tail_of(tensor));
+    keep_for_current_stream(tensor);
     // The name must be the same as on ranks that send gradients: see Note [Ranks in different
     // collectives].
-    start(entry, entry.absent, describe_bucket(entry, b, context), context);
+    start(entry, tensor, describe_bucket(entry, b, context), context);
   }
   // The report follows.
   if (!entries.empty()) let_next_pass(entries.back(), entries.size() - 1, context);

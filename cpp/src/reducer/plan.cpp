@@ -80,7 +80,6 @@ void PlannedBucket::reset() {
   pending = members;
   launched = false;
   producers.clear();
-  absent = at::Tensor();
 }
 
 void Plan::reset() {

@@ -44,7 +44,6 @@ struct PlannedBucket {
   bool launched = false;
   std::vector<c10::Stream> producers;      ///< streams that produced its gradients
   std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
-  at::Tensor absent;  ///< sent instead of the message, see Note [Carried through]
 
   PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
       : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}
@@ -53,8 +52,6 @@ struct PlannedBucket {
     return averaging_of(context.options, traits, message.dtype(), context.divisor,
                         context.members.size, context.total_weight);
   }
-  /// The tensor that is reduced: the message, or the tensor sent instead.
-  const at::Tensor& sent() const { return absent.defined() ? absent : message.tensor(); }
   /// Prepares the bucket for the next backward.
   void reset();
 };

@@ -40,7 +40,7 @@ class Reduction {
   /// A prefix for errors, such as "all-reduce of bucket ".
   virtual std::string describe() const = 0;
 
-  /// Begins to reduce `tensor`: bucket.tensor(), or the result of bucket.absent(). Does not wait
+  /// Begins to reduce `tensor`: bucket.tensor(). Does not wait
   /// for other ranks.
   virtual void start(const BucketMessage& bucket, const at::Tensor& tensor,
                      const std::string& what) = 0;

@@ -65,7 +65,7 @@ void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& us
   exchange_.sent_behind([&last] { return last.reduction->done(); },
                         [&last, name](const std::function<void()>& meanwhile) {
                           last.reduction->wait(name, meanwhile);
-                          return last.message.tail_of(last.sent());
+                          return last.message.tail_of(last.message.tensor());
                         },
                         last.traits.averages ? context_.members.size : 1);
 }

@@ -289,26 +289,28 @@ TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
                      setting.name());
       EXPECT_EQ(rank.message.gradients_buffer().numel(), rank.message.numel());
     }
-    EXPECT_EQ(rank.message.absent(/*poison=*/false, /*idle=*/false).numel(),
-              rank.message.numel() + 5);
+    rank.message.blank(/*poison=*/false);
+    EXPECT_EQ(rank.message.tensor().numel(), rank.message.numel() + 5);
   }
 }
 
-// A rank that cannot take part sends this instead of its message, which may still be in use.
-TEST(BucketMessage, Absent_HasTheFormOfTheMessageAndNoneOfItsValues) {
+// A rank that cannot take part sends this instead of its gradients, which it keeps.
+TEST(BucketMessage, Blank_HasTheFormOfTheMessageAndNoneOfItsValues) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
     for (const bool poison : {false, true}) {
       Rank rank(parameters_of(setting.dtype), setting.options());
       rank.set_random_gradients();
-      rank.message.pack(rank.all(), rank.all(0), 1.0);
-      const at::Tensor packed = rank.message.tensor(), before = packed.clone();
-      const at::Tensor absent = rank.message.absent(poison, /*idle=*/false);
-      EXPECT_EQ(absent.sizes(), packed.sizes()) << setting.name();
-      EXPECT_EQ(absent.scalar_type(), packed.scalar_type()) << setting.name();
-      EXPECT_TRUE((poison ? absent.isnan() : absent.eq(0)).all().item<bool>());
-      EXPECT_FALSE(absent.storage().is_alias_of(packed.storage()));
-      EXPECT_TRUE(packed.equal(before)) << setting.name();
+      const auto before = rank.gradients();
+      for (size_t i = 0; i < before.size(); ++i) rank.message.put(i, false);
+      rank.message.blank(poison);
+      const at::Tensor& blank = rank.message.tensor();
+      EXPECT_EQ(blank.numel(), rank.message.numel()) << setting.name();
+      EXPECT_EQ(blank.scalar_type(), rank.message.dtype()) << setting.name();
+      EXPECT_TRUE((poison ? blank.isnan() : blank.eq(0)).all().item<bool>()) << setting.name();
+      rank.message.abandon();
+      for (size_t i = 0; i < before.size(); ++i)
+        EXPECT_TRUE(rank.grad(i).equal(before[i])) << setting.name() << ", member " << i;
     }
   }
 }
