@@ -475,7 +475,6 @@ void Backward::complete(const std::function<void()>& meanwhile) {
   judge(meanwhile);
   Plan& plan = this->plan();
   for (size_t b = 0; b < plan.entries.size(); ++b) complete_entry(plan.entries[b], b, meanwhile);
-  for (PlannedBucket& entry : plan.entries) settle(entry.message);
   reduce_on_demand(meanwhile);
   reduce_sparse();
   if (plan.watches_demand || misses_gradients() || pass_.demanded)
@@ -498,19 +497,12 @@ void Backward::complete_entry(PlannedBucket& entry, size_t index,
   }
   if (pass_.failure) return;
   try {
-    hand_out_bucket(entry, context_);
+    hand_out_bucket(entry, pass_, context_);
     clear_without_weight(entry.message.slots());
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
   }
-}
-
-/// Settles gradients that this rank does not have, according to the reports.
-void Backward::settle(BucketMessage& message) {
-  if (pass_.failure || !message.has_unused()) return;
-  message.settle(pass_.used_by_any);
-  clear_without_weight(message.slots());
 }
 
 /// Reduces the buckets on demand that a rank has used. Every rank has read the same reports, so
@@ -528,10 +520,7 @@ void Backward::reduce_on_demand(const std::function<void()>& meanwhile) {
   const size_t first = plan().entries.size();
   for (const size_t i : demanded)
     or_end([&] { launch_bucket(buckets[i], first + i, pass_, context_, {}); });
-  for (const size_t i : demanded) {
-    complete_entry(buckets[i], first + i, meanwhile);
-    settle(buckets[i].message);
-  }
+  for (const size_t i : demanded) complete_entry(buckets[i], first + i, meanwhile);
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Place& place = plan().places[i];
     // A frozen parameter has an older gradient, which comes once.

@@ -90,7 +90,6 @@ class Backward {
   void complete_entry(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile);
   void reduce_on_demand(const std::function<void()>& meanwhile);
   void reduce_sparse();
-  void settle(BucketMessage& message);
   void compare_replicas(const StepTable& table);
 
   void send_failure() noexcept;

@@ -170,13 +170,11 @@ void BucketMessage::pack(const std::vector<uint8_t>& used, const std::vector<uin
   const BelowAutograd guard;
   open();
   packed_ = true;
-  has_unused_ = false;
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> zeros;
   for (Slot& slot : slots_) {
     slot.used = used[slot.parameter] != 0;
-    has_unused_ |= !slot.used;
     slot.stash = at::Tensor();
     const at::Tensor& grad = slot.variable.grad();
     if (!grad.defined()) {
@@ -245,13 +243,12 @@ void BucketMessage::hand_out(Slot& slot, std::vector<at::Tensor>& targets,
     if (!lies_in(grad, slot)) grad = handed_out(slot.view);
     return;
   }
-  grad = takes_average(slot) ? std::move(slot.own) : at::empty_like(slot.view);
-  slot.own = at::Tensor();
+  grad = takes_average(slot) ? slot.own : at::empty_like(slot.view);
   targets.push_back(grad);
   sources.push_back(slot.view);
 }
 
-void BucketMessage::unpack(double scale) {
+void BucketMessage::unpack(double scale, const std::vector<uint8_t>& used_by_any) {
   const BelowAutograd guard;
   packed_ = open_ = false;
   if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
@@ -259,31 +256,17 @@ void BucketMessage::unpack(double scale) {
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;
   for (Slot& slot : slots_) {
-    if (!slot.used) continue;
-    if (slot.variable.grad().defined()) {
-      hand_out(slot, targets, sources);
-    } else {
-      slot.own = at::Tensor();  // the user has cleared it
-    }
-  }
-  multi_tensor_copy(std::move(targets), std::move(sources));
-}
-
-void BucketMessage::settle(const std::vector<uint8_t>& used_by_any) {
-  if (!has_unused_) return;
-  const BelowAutograd guard;
-  std::vector<at::Tensor> targets;
-  std::vector<at::Tensor> sources;
-  for (Slot& slot : slots_) {
-    if (slot.used) continue;
-    const at::Tensor stash = std::exchange(slot.stash, {});
-    if (used_by_any[slot.parameter]) {
-      slot.own = slot.variable.grad();
+    const at::Tensor& grad = slot.variable.grad();
+    if (!slot.used && used_by_any[slot.parameter] != 0) {
+      slot.own = grad;
       slot.kept = true;
       hand_out(slot, targets, sources);
-    } else if (stash.defined()) {
-      slot.view.copy_(stash);
+    } else if (slot.used && grad.defined()) {  // else the user has cleared it
+      hand_out(slot, targets, sources);
+    } else if (slot.stash.defined()) {
+      slot.view.copy_(slot.stash);
     }
+    slot.own = slot.stash = at::Tensor();
   }
   multi_tensor_copy(std::move(targets), std::move(sources));
 }

@@ -25,7 +25,7 @@ at::ScalarType message_dtype(at::ScalarType dtype, bool always_fp32);
 
 /// The message of one bucket of dense gradients. In each backward:
 ///
-///     put() for any gradient -> pack() -> tensor() is reduced -> unpack() -> settle()
+///     put() for any gradient -> pack() -> tensor() is reduced -> unpack()
 ///
 /// From put() or pack() to unpack(), .grad of a used member is an alias of its place in the buffer:
 /// see Note [Gradients in their bucket]. All member functions work on the current stream of the
@@ -99,17 +99,11 @@ class BucketMessage {
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the gradients by `scale` and hands them to the used members, as views of the buffer
-  /// or by one multi-tensor copy. Members that this rank did not use are left for settle().
-  void unpack(double scale);
-
-  /// Call it after unpack(). Members that this rank did not use get the reduced gradient if
+  /// Multiplies the gradients by `scale` and hands them out, as views of the buffer or by one
+  /// multi-tensor copy. Members that this rank did not use get the reduced gradient if
   /// `used_by_any` is set for them. Otherwise they stay as they were before pack() (None stays
   /// None).
-  void settle(const std::vector<uint8_t>& used_by_any);
-
-  /// True if a member was not used by this rank in the last pack().
-  bool has_unused() const { return has_unused_; }
+  void unpack(double scale, const std::vector<uint8_t>& used_by_any);
 
   /// Drops the buffer and a message in flight, so that late writes to it stay invisible. Gradients
   /// are this rank's own again; after pack() they are undefined with gradient_as_bucket_view.
@@ -137,7 +131,6 @@ class BucketMessage {
   at::Tensor home_;       ///< memory of the views: buffer_, unless gradients have another dtype
   bool open_ = false;     ///< the buffer has gradients of this backward
   bool packed_ = false;   ///< between pack() and unpack()
-  bool has_unused_ = false;
   int64_t copied_ = 0;
 };
 

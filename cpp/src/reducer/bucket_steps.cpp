@@ -18,9 +18,9 @@ namespace {
 /// Makes the current stream wait for the streams that produced the gradients.
 void join_producers(const PlannedBucket& entry) {
   const at::Device device = entry.message.device();
-  if (device.is_cpu() || entry.producers.empty()) return;
+  if (device.is_cpu()) return;
   const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  bool foreign = false;
+  bool foreign = entry.producers.empty();  // they are unknown in a recorded backward
   for (const c10::Stream& producer : entry.producers) {
     if (producer == current) continue;
     foreign = true;
@@ -136,14 +136,14 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
   context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
 }
 
-void hand_out_bucket(PlannedBucket& entry, ReducerContext& context) {
+void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
   const at::Device device = entry.message.device();
   if (!device.is_cpu())
     entry.unpacked_on = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   entry.reduction->deliver(entry.message);
   keep_for_current_stream(entry);
-  entry.message.unpack(entry.averaging(context).after);
+  entry.message.unpack(entry.averaging(context).after, pass.used_by_any);
 }
 
 }  // namespace apex::parallel::detail

@@ -33,6 +33,6 @@ void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()
                   ReducerContext& context);
 
 /// Hands out the gradients of a completed bucket.
-void hand_out_bucket(PlannedBucket& entry, ReducerContext& context);
+void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context);
 
 }  // namespace apex::parallel::detail

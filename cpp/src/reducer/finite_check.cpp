@@ -41,7 +41,8 @@ void FiniteCheck::look(const BucketMessage& message) {
 }
 
 void FiniteCheck::look(int64_t parameter, const at::Tensor& gradient) {
-  const at::Tensor values = gradient.layout() == at::kSparse ? gradient._values() : gradient;
+  at::Tensor values = gradient.detach();
+  if (values.layout() == at::kSparse) values = values._values();
   if (values.numel() == 0) return;
   if (!values.is_cpu()) {
     on_device_.emplace_back(std::vector<int64_t>{parameter}, at::stack(max_norms_of({values})));

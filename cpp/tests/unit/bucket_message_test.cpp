@@ -132,7 +132,7 @@ TEST(BucketMessage, TwoRanks_PackedSummedAndUnpacked_IsTheScaledSumInEverySettin
         EXPECT_NE(c10::elementSize(one.message.dtype()), 2u) << where;
       }
       one.message.tensor().add_(other.message.tensor());
-      one.message.unpack(0.25);
+      one.message.unpack(0.25, one.all());
       for (size_t i = 0; i < mine.size(); ++i) {
         const at::Tensor& grad = one.grad(i);
         expect_close(grad, (wide(mine[i]) + wide(theirs[i])) * 0.125, tolerance_of(setting.dtype),
@@ -162,7 +162,7 @@ TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
     EXPECT_EQ(rank.message.tensor()[0].item<double>(), smallest / 8);
     rank.message.tensor().mul_(64);
     EXPECT_EQ(rank.message.tensor()[1].item<double>(), 60000.0 * 8);
-    rank.message.unpack(1.0 / 8);
+    rank.message.unpack(1.0 / 8, rank.all());
     EXPECT_EQ(rank.grad(0).scalar_type(), at::kHalf);
     EXPECT_EQ(rank.grad(0)[0].item<double>(), smallest);
     EXPECT_EQ(rank.grad(0)[1].item<double>(), 60000.0);
@@ -170,7 +170,7 @@ TEST(BucketMessage, LowPrecisionSummedInFloat32_NeitherUnderflowsNorOverflows) {
 }
 
 // Only the reduction shows whether a parameter that this rank did not use is unused on all ranks.
-TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
+TEST(BucketMessage, UnusedMember_Unpacked_IsAsBeforeOrTheSum) {
   at::manual_seed(testing::fresh_seed());
   for (const Setting& setting : every_setting()) {
     for (const bool has_gradient : {false, true}) {
@@ -180,20 +180,17 @@ TEST(BucketMessage, UnusedMember_Settled_IsAsBeforeOrTheSum) {
         Rank rank(parameters_of(setting.dtype), setting.options());
         rank.set_random_gradients();
         rank.message.pack(rank.all(), rank.all(0), 1.0);
-        rank.message.unpack(1.0);
-        EXPECT_FALSE(rank.message.has_unused()) << where;
+        rank.message.unpack(1.0, rank.all());
         if (!has_gradient) rank.grad(1) = at::Tensor();
         rank.grad(0) = random_like(rank.variables[0]);
         const auto before = rank.gradients();
         Used used = rank.all();
         used[1] = 0;
         rank.message.pack(used, rank.all(), 0.5);
-        EXPECT_TRUE(rank.message.has_unused()) << where;
         rank.message.tensor().add_(1.0);  // another rank's contribution
-        rank.message.unpack(2.0);
         Used by_any = used;
         by_any[1] = used_by_any;
-        rank.message.settle(by_any);
+        rank.message.unpack(2.0, by_any);
         const auto sum_of = [&](const at::Tensor& grad) {
           const at::Tensor others = grad.is_complex()
                                         ? at::full_like(wide(grad), c10::complex<double>(1, 1))
@@ -224,7 +221,7 @@ TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold)
     at::manual_seed(testing::fresh_seed());
     rank.set_random_gradients();
     rank.message.pack(rank.all(), rank.all(), 1.0);
-    rank.message.unpack(1.0);
+    rank.message.unpack(1.0, rank.all());
     const at::Tensor first = rank.grad(0), second = rank.grad(1);
     const at::Tensor was_first = first.clone(), was_second = second.clone();
     rank.grad(0) = second.t();
@@ -234,7 +231,7 @@ TEST(BucketMessage, GradientsThatLieElsewhereInTheBuffer_Packed_AreWhatTheyHold)
       rank.message.put(1, true);
     }
     rank.message.pack(rank.all(), rank.all(), 2.0);
-    rank.message.unpack(0.5);
+    rank.message.unpack(0.5, rank.all());
     EXPECT_TRUE(rank.grad(0).equal(was_second.t())) << early;
     EXPECT_TRUE(rank.grad(1).equal(was_first)) << early;
   }
@@ -249,7 +246,7 @@ TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfI
     const at::Tensor owner = rank.grad(0).view({2, 3});
     rank.message.pack({1}, {static_cast<uint8_t>(kept)}, 0.5);
     EXPECT_EQ(rank.message.copied(), 1);
-    rank.message.unpack(1.0);
+    rank.message.unpack(1.0, rank.all());
     EXPECT_TRUE(rank.grad(0).equal(at::full({6}, 2.0)));
     EXPECT_TRUE(owner.equal(at::full({2, 3}, kept ? 2.0 : 4.0))) << kept;
   }
@@ -260,7 +257,7 @@ TEST(BucketMessage, GradientWithHistory_Unpacked_HistoryKeepsItsValue) {
   const at::Tensor with_history = rank.variables[0] * 2;  // as from backward(create_graph=True)
   rank.grad(0) = with_history;
   rank.message.pack({1}, {1}, 0.5);
-  rank.message.unpack(0.5);
+  rank.message.unpack(0.5, rank.all());
   EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 1.0)));
   EXPECT_FALSE(rank.grad(0).requires_grad());
   EXPECT_TRUE(with_history.equal(at::full({3}, 4.0)));
@@ -280,7 +277,7 @@ TEST(BucketMessage, Tail_TravelsBehindTheGradients_AndIsNotScaled) {
       EXPECT_EQ(tensor.numel(), rank.message.numel() + 5);
       tail.copy_(at::arange(5));
       tensor.mul_(4);
-      rank.message.unpack(0.25);
+      rank.message.unpack(0.25, rank.all());
       EXPECT_TRUE(
           rank.message.tail_of(rank.message.tensor()).eq(at::arange(5) * 4).all().item<bool>())
           << setting.name();
@@ -332,7 +329,7 @@ TEST(BucketMessage, GradientChangedAfterPut_Average_IsOfTheChangedOne) {
       }
       rank.message.pack({1}, {1}, 0.5);
       EXPECT_EQ(rank.message.copied(), replaced ? 2 : 1);
-      rank.message.unpack(0.5);
+      rank.message.unpack(0.5, rank.all());
       EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 2.0, setting.dtype))) << setting.name();
       EXPECT_EQ(rank.grad(0).is_same(own), !setting.views) << setting.name();
     }
@@ -353,7 +350,7 @@ TEST(BucketMessage, GradientsThatAreStillHeld_NextBackward_KeepTheirValues) {
           if (early) rank.message.put(i, false);
         }
         rank.message.pack(rank.all(), rank.all(0), 1.0);
-        rank.message.unpack(1.0);
+        rank.message.unpack(1.0, rank.all());
         if (held.defined()) {
           EXPECT_TRUE(held.equal(at::full({4}, value - 1)));
         }
@@ -374,7 +371,7 @@ TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIs
     Rank rank({at::zeros({4}).requires_grad_()}, Setting{at::kFloat, views, false}.options());
     rank.grad(0) = at::full({4}, 3.0);
     rank.message.pack({1}, {1}, 1.0);
-    rank.message.unpack(1.0);  // from now on gradients are views if enabled
+    rank.message.unpack(1.0, rank.all());  // from now on gradients are views if enabled
     rank.message.pack({1}, {1}, 1.0);
     const at::Tensor in_flight = rank.message.tensor();
     rank.message.abandon();
@@ -388,7 +385,7 @@ TEST(BucketMessage, AbandonedInFlight_LateWritesReachNoGradient_AndTheNextStepIs
     rank.grad(0) = at::full({4}, 5.0);
     rank.message.pack({1}, {1}, 1.0);
     in_flight.fill_(NAN);
-    rank.message.unpack(1.0);
+    rank.message.unpack(1.0, rank.all());
     EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 5.0)));
   }
 }
@@ -398,7 +395,7 @@ TEST(BucketMessage, AbandonedBeforePack_GradientsAreTheRanksOwn) {
             Setting{at::kFloat, true, false}.options());
   rank.set_random_gradients();
   rank.message.pack(rank.all(), rank.all(), 1.0);
-  rank.message.unpack(1.0);
+  rank.message.unpack(1.0, rank.all());
   const at::Tensor buffer = rank.message.gradients_buffer();
   rank.grad(1).fill_(7.0);
   rank.grad(0) = at::full({4}, 3.0);
@@ -409,7 +406,7 @@ TEST(BucketMessage, AbandonedBeforePack_GradientsAreTheRanksOwn) {
   EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 7.0)));
   rank.message.pack(rank.all(), rank.all(), 0.5);
   EXPECT_FALSE(rank.message.gradients_buffer().storage().is_alias_of(buffer.storage()));
-  rank.message.unpack(1.0);
+  rank.message.unpack(1.0, rank.all());
   EXPECT_TRUE(rank.grad(0).equal(at::full({4}, 1.5)));
   EXPECT_TRUE(rank.grad(1).equal(at::full({4}, 3.5)));
 }
@@ -425,7 +422,7 @@ TEST(BucketMessage, GradientWithoutMemory_IsZerosAndBecomesTheSum) {
     rank.message.pack(rank.all(), rank.all(0), 1.0);
     EXPECT_TRUE(rank.message.tensor().eq(0).all().item<bool>());
     rank.message.tensor().fill_(5.0);
-    rank.message.unpack(0.5);
+    rank.message.unpack(0.5, rank.all());
     EXPECT_TRUE(rank.grad(0).eq(2.5).all().item<bool>());
   }
 }
