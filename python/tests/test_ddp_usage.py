@@ -110,6 +110,42 @@ def test_frozen_and_unfrozen_parameters_average(ranks: RankPool, options: dict[s
     ranks.run(2, _freezes, options)
 
 
+def _plans(rank: int, world: int, views: bool) -> None:
+    """The first backward trains one layer. Then sets alternate, and one layer stays frozen."""
+    ddp = DistributedDataParallel(build(), message_size=20, gradient_as_bucket_view=views)
+
+    def step(trained: list[int], number: int) -> None:
+        for i, layer in enumerate(ddp.module.layers):
+            layer.requires_grad_(i in trained)
+        check_step(ddp, _plain_loss, f"step {number}")
+
+    def planned() -> int:
+        return sum(len(bucket) for bucket in ddp._reducer.plan())
+
+    for number, trained in enumerate([[2], [0, 1], [2], [0, 1, 2], [0], [1, 2]] * 2):
+        before = ddp.statistics()
+        step(trained, number)
+        after = ddp.statistics()
+        check_equal(after["plans_recorded"], 1 if number < 2 else 2, f"plans, step {number}")
+        if number > 2:
+            at_end = after["launched_at_end"] - before["launched_at_end"]
+            check(at_end <= 1, f"{at_end} buckets did not overlap in step {number}")
+    for number in range(140):
+        step([0, 1], number)
+    check_equal(planned(), 4, "parameters in the plan after a layer stayed frozen")
+    step([0, 1, 2], 140)
+    step([0, 1], 141)
+    check_equal(planned(), 6, "parameters in the plan after it was unfrozen")
+    check_equal(ddp.statistics()["plans_recorded"], 4, "plans")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_plan_has_what_was_used_and_leaves_out_what_stays_frozen(
+    ranks: RankPool, views: bool
+) -> None:
+    ranks.run(2, _plans, views)
+
+
 def _frozen_after_accumulation(rank: int, world: int, options: dict[str, Any]) -> None:
     """Gradients accumulated under no_sync() are averaged once, although the parameter is frozen
     then."""
