@@ -146,7 +146,9 @@ at::Tensor BucketMessage::source_of(const at::Tensor& grad) const {
 /// Replaces the gradient of a slot, which was copied, by an alias of its place.
 void BucketMessage::alias(Slot& slot, bool kept) {
   at::Tensor& grad = slot.variable.mutable_grad();
-  if (!options_.gradient_as_bucket_view && !slot.own.defined()) {
+  // On a device, other streams may still use its memory: it is kept until unpack().
+  const bool keeps = !options_.gradient_as_bucket_view || !device_.is_cpu();
+  if (keeps && !slot.own.defined()) {
     slot.own = std::move(grad);
     slot.kept = kept;
   }

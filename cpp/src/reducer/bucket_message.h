@@ -42,7 +42,7 @@ class BucketMessage {
     /// because the user may redirect a gradient (`grad.data = ...`), which changes every reference
     /// to the same tensor.
     at::Tensor view;
-    at::Tensor own;     ///< without gradient_as_bucket_view: .grad until an alias replaced it
+    at::Tensor own;     ///< .grad until an alias replaced it, if it is kept until unpack()
     bool kept = false;  ///< `own` is from before this backward
     at::Tensor stash;   ///< the value of an unused gradient, until no rank is known to use it
     bool used = false;  ///< this rank contributes a gradient in this backward

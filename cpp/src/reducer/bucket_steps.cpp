@@ -18,9 +18,9 @@ namespace {
 /// Makes the current stream wait for the streams that produced the gradients.
 void join_producers(const PlannedBucket& entry) {
   const at::Device device = entry.message.device();
-  if (device.is_cpu()) return;
+  if (device.is_cpu() || entry.producers.empty()) return;
   const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  bool foreign = entry.producers.empty();  // they are unknown in a recorded backward
+  bool foreign = false;
   for (const c10::Stream& producer : entry.producers) {
     if (producer == current) continue;
     foreign = true;

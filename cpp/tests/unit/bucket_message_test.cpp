@@ -345,8 +345,8 @@ TEST(BucketMessage, GradientsThatAreStillHeld_NextBackward_KeepTheirValues) {
       at::Tensor held;
       const void* place = nullptr;
       for (const double value : {1.0, 2.0, 3.0, 4.0}) {
+        for (const size_t i : {0, 1}) rank.grad(i) = at::full({4}, value);
         for (const size_t i : {0, 1}) {
-          rank.grad(i) = at::full({4}, value);
           if (early) rank.message.put(i, false);
         }
         rank.message.pack(rank.all(), rank.all(0), 1.0);
