@@ -15,7 +15,7 @@ from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, forget_amp
 
 from apex.amp.optimizer import OptimizerStash
-from apex.optimizers import FusedSGD, fused_adam, fused_sgd
+from apex.optimizers import FusedSGD, _foreach
 
 FIRST_SEED = 3000
 CASES = 40
@@ -51,15 +51,15 @@ OVERFLOW: Any = {"parts": [{"loss": 0, "delay": False, "overflow": True}]}
 #: What is broken, and a program that finds it.
 FAULTS = {
     "fused kernel": (
-        (fused_sgd, "is_low_precision_on_cpu", lambda _: False),
+        (_foreach, "_wide", lambda tensors, _: tensors),
         _program("O3", "FusedSGD", Step(**PLAIN)),
     ),
     "float16 moments": (
-        (fused_adam, "is_low_precision", lambda _: False),
+        (_foreach, "wide_type", lambda dtype: dtype),
         _program("float16", "FusedAdam, small", Step(**PLAIN)),
     ),
     "state of a skipped step": (
-        (FusedSGD, "_is_skipped", lambda _: False),
+        (FusedSGD, "found_inf", property(lambda _: False, lambda *_: None, lambda _: None)),
         _program("float32", "FusedSGD, damped", Step(**OVERFLOW), Step(**PLAIN), scale="dynamic"),
     ),
     "earlier gradients": (
@@ -81,7 +81,7 @@ FAULTS = {
 def test_fault_is_found_and_shrunk(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced, program = FAULTS[fault]
     run_program(program, 0)
-    monkeypatch.setattr(*replaced)
+    monkeypatch.setattr(*replaced, raising=False)
 
     def fails(candidate: Program) -> bool:
         try:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The base of the optimizers that torch does not have: float32 arithmetic on lists of tensors.
+"""The base of the optimizers: arithmetic in float32, or wider, on lists of tensors.
 
 Apex's kernels read parameters, gradients and state of any precision and compute in float32. Here,
 low-precision parameters are cast to float32 for the update and rounded once at its end. Their state
-is kept in float32, while Apex rounds it to the parameter's dtype after every step.
+is kept in float32: in float16 the square of a small gradient is 0, and in bfloat16 its running
+average stagnates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 
 from .._internal.dtypes import alike
-from ._state import WideState, refuse_gradients, wide_type
+
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are updated: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Batch:
@@ -25,20 +32,41 @@ class Batch:
     Attributes:
         params: wide values of the parameters. The update changes them, and :meth:`write_back`
             copies them to the parameters.
-        grads: wide values of the gradients, read-only.
+        grads: wide values of the gradients, read-only, times `factor`.
     """
 
-    def __init__(self, members: list[Tensor]) -> None:
+    def __init__(self, members: list[Tensor], factor: float | None = None) -> None:
         self._members = members
         self.dtype = wide_type(members[0].dtype)
         self.device = members[0].device
         self.params = _wide(members, self.dtype)
         self.grads = _wide([_grad(member) for member in members], self.dtype)
+        if factor is not None:
+            self.grads = list(torch._foreach_mul(self.grads, factor))
 
     def write_back(self) -> None:
         """Round the values into the parameters, unless these are wide themselves."""
         if self.params[0] is not self._members[0]:
             torch._foreach_copy_(self._members, self.params)
+
+
+def fits_fused_kernel(params: list[Tensor], *others: list[Tensor]) -> bool:
+    """Whether torch's fused kernels may update `params`, with gradients and state in `others`.
+
+    They combine the elements of parameter, gradient and state at the same memory offset, not at
+    the same index, and nothing checks the layout.
+    """
+    return params[0].device.type in _FUSED_DEVICES and all(
+        _is_dense(row[0]) and all(other.stride() == row[0].stride() for other in row)
+        for row in zip(params, *others, strict=True)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether no elements of `tensor` overlap, and none of another tensor lie between them."""
+    if tensor.is_contiguous():
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _grad(param: Tensor) -> Tensor:
@@ -75,26 +103,29 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value.to(device).reshape(()) if isinstance(value, Tensor) else value
 
 
-class ForeachOptimizer(WideState):
-    """Base class of FusedLAMB, FusedNovoGrad and FusedAdagrad. A derived class defines ``_update``.
+class ForeachOptimizer(torch.optim.Optimizer):
+    """Base class of the fused optimizers. A derived class defines ``_update``.
 
-    Accepts parameters of any floating-point dtype on any device, with dense real gradients. The
-    number of steps is in each group as ``step``, where Apex's classes keep it and scripts read it.
+    Accepts parameters of any floating-point dtype on any device, with dense real gradients.
+    ``torch.amp.GradScaler`` sets two tensors for a step, ``grad_scale`` and ``found_inf``, which
+    the host reads. If ``found_inf`` is set, the step changes nothing and creates no state.
     """
 
     #: Names of settings that are attributes of the object and not entries of its groups.
     _own_settings: tuple[str, ...] = ("set_grad_none",)
+    _step_supports_amp_scaling = True
     set_grad_none: bool
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group`` does.
 
         Raises:
-            ValueError: a negative `lr`, `eps` or `weight_decay`, or `betas` outside of [0, 1).
+            ValueError: a negative `lr`, `eps`, `momentum` or `weight_decay`, or `betas` outside of
+                [0, 1).
         """
         settings, own = {**self.defaults, **param_group}, type(self).__name__
-        for name in ("lr", "eps", "weight_decay"):
-            value = settings[name]
+        for name in ("lr", "eps", "weight_decay", "momentum"):
+            value = settings.get(name, 0.0)
             if not isinstance(value, Tensor) and not (
                 isinstance(value, Real) and float(value) >= 0
             ):
@@ -110,7 +141,7 @@ class ForeachOptimizer(WideState):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Copies nothing to the host.
+        """Update every parameter that has a gradient.
 
         Args:
             closure: evaluated first, once; its result is returned.
@@ -122,23 +153,45 @@ class ForeachOptimizer(WideState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_gradients(self, complex_too=True)
-        self._update()
+        self._refuse_gradients()
+        if not bool(getattr(self, "found_inf", False)):
+            self._update()
         return loss
+
+    def _refuse_gradients(self) -> None:
+        own = type(self).__name__
+        remedies = {"sparse": "torch.optim.SGD" if "SGD" in own else "torch.optim.SparseAdam"}
+        remedies["complex"] = "torch.optim.Adam"
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                grad = param.grad
+                if grad is None or not (grad.is_sparse or grad.is_complex()):
+                    continue
+                kind = "sparse" if grad.is_sparse else "complex"
+                raise RuntimeError(
+                    f"{own} does not support {kind} gradients, and parameter {index} of group "
+                    f"{number} has one: leave it to {remedies[kind]}."
+                )
 
     def _update(self) -> None:
         raise NotImplementedError
 
     def _count_step(self, group: dict[str, Any]) -> int:
+        """Count the step in the group, where Apex's classes keep it and scripts read it."""
         step = int(group.get("step") or 0) + 1
         group["step"] = step
         return step
+
+    def _factor(self) -> float | None:
+        """What gradients are multiplied by, for GradScaler."""
+        scale = getattr(self, "grad_scale", None)
+        return None if scale is None else 1.0 / float(scale)
 
     def _batches(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Batch]]:
         """Batches of the parameters of `group` that have a gradient. A batch is written back when
         the next one is requested."""
         for members in alike(group["params"]):
-            batch = Batch(members)
+            batch = Batch(members, self._factor())
             yield members, batch
             batch.write_back()
 
@@ -155,3 +208,41 @@ class ForeachOptimizer(WideState):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._own_settings}
         return {**super().__getstate__(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, of torch's class, or of Apex's class of the same name.
+
+        torch would round the state to the dtype of the parameters; here it stays wide. Settings
+        that the saved groups do not have are kept. torch counts steps only with the parameters,
+        Apex only in the group.
+        """
+        groups = []
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            kept = {key: own[key] for key in self.defaults if key in own}
+            group = {**kept, **saved}
+            steps = [state_dict["state"].get(index, {}).get("step") for index in saved["params"]]
+            if isinstance(saved.get("step"), Tensor):  # Apex's with capturable=True
+                group["step"] = int(saved["step"])
+            elif any(step is not None for step in steps):
+                group.setdefault("step", max(int(step) for step in steps if step is not None))
+            groups.append(group)
+        groups += state_dict["param_groups"][len(groups) :]  # torch's check of their number raises
+        loaded = {**state_dict, "param_groups": groups}
+        # Before the post-hooks of others, so that these see the final state.
+        hook = self.register_load_state_dict_post_hook(
+            lambda _: self._load_wide(loaded), prepend=True
+        )
+        try:
+            super().load_state_dict(loaded)
+        finally:
+            hook.remove()
+
+    def _load_wide(self, state_dict: dict[str, Any]) -> None:
+        members = [param for group in self.param_groups for param in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for param, index in zip(members, saved, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    continue
+                dtype = torch.float32 if name == "step" else wide_type(param.dtype)
+                self.state[param][name] = value.detach().to(param.device, dtype, copy=True)

@@ -11,16 +11,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from .._internal.dtypes import is_low_precision
-from ._fused import (
-    FusedOptimizer,
-    WorkingCopies,
-    from_apex,
-    has_gaps,
-    implementation,
-    listed,
-    with_gradient,
-)
-from ._state import WideState, wide_type
+from ._foreach import Batch, ForeachOptimizer, fits_fused_kernel, on_device
 
 # Note [Adam without bias correction]
 #
@@ -31,13 +22,13 @@ _NO_CORRECTION = 1e30
 _NO_AMSGRAD = "FusedAdam has no AMSGrad variant; use torch.optim.Adam(amsgrad=True)."
 
 
-class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
-    """``torch.optim.Adam(fused=True)`` with decoupled weight decay (AdamW) by default.
+class FusedAdam(ForeachOptimizer):
+    """torch's fused Adam, with decoupled weight decay (AdamW) by default.
 
     As in Apex, both moments of float16 and bfloat16 parameters are float32. These parameters are
     updated in float32 and rounded once. (torch keeps the moments in the dtype of the parameter,
-    where the square of a small gradient is 0.) Slices of larger tensors are also updated correctly,
-    which torch's kernel does not do.
+    where the square of a small gradient is 0.) Slices of larger tensors, which torch's fused kernel
+    updates incorrectly, are updated by its foreach operators.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.
@@ -45,23 +36,20 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
             authors of BERT do. May differ by group.
         adam_w_mode: decoupled weight decay.
         amsgrad: must be False.
-        set_grad_none: accepted; ``zero_grad`` sets gradients to None.
-        capturable, master_weights: accepted. The fused step can be captured in a CUDA graph without
-            the option, and :mod:`apex.amp` provides master weights.
+        set_grad_none: ``zero_grad()`` sets gradients to None; False: to zero.
+        capturable: accepted; the fused step can be captured in a CUDA graph without it.
+        master_weights: keep float32 values of float16 and bfloat16 parameters, as ``master_param``
+            in their state. Elements that no longer round to the parameter's take its values.
         max_grad_norm, eps_inside_sqrt: from early versions; must be 0 and False.
 
-    The number of calls of ``step()`` is also in each group as ``step``, where schedulers of old
-    scripts read it. It includes steps that ``torch.amp.GradScaler`` skipped on an accelerator,
-    because the host does not see those. The update uses the number of steps that were not skipped.
-    Not thread safe. :meth:`step` copies nothing to the host.
+    The number of steps is also in each group as ``step``. Not thread safe.
 
     Raises:
-        ValueError: a setting that torch's implementation does not have.
+        ValueError: a negative setting, or ``amsgrad``.
         TypeError: a setting that Apex's class no longer has.
     """
 
-    # The group entry that every step changes and that no arithmetic uses.
-    _counter = "step"
+    _own_settings = ("set_grad_none", "adam_w_mode", "master_weights")
 
     def __init__(
         self,
@@ -80,7 +68,7 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
         max_grad_norm: float | None = None,
         eps_inside_sqrt: bool = False,
     ) -> None:
-        del set_grad_none, master_weights
+        del capturable
         if amsgrad:
             raise ValueError(_NO_AMSGRAD)
         if max_grad_norm:
@@ -95,104 +83,83 @@ class FusedAdam(WideState, FusedOptimizer, torch.optim.Adam):
                 "FusedAdam(eps_inside_sqrt=True) was an option of early versions of Apex; remove "
                 "it, because eps is always added outside the square root."
             )
-        params = listed(params)
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled_weight_decay=adam_w_mode,
-            capturable=capturable,
-            **implementation(params),
-        )
-        self.defaults["bias_correction"] = bias_correction
-        for group in self.param_groups:
-            group.setdefault("bias_correction", bias_correction)
+        self.set_grad_none = set_grad_none
+        self.adam_w_mode = int(adam_w_mode)
+        self.master_weights = master_weights
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Adam.add_param_group`` does.
 
         Raises:
-            ValueError: with ``amsgrad``.
+            ValueError: a negative setting, or ``amsgrad``.
         """
         if param_group.get("amsgrad"):
             raise ValueError(_NO_AMSGRAD)
         super().add_param_group(param_group)
 
-    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            on_device = group["fused"] or group["capturable"]
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=param.device if on_device else "cpu"
-            )
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(param, dtype=wide_type(param.dtype))
-        return state
+    def _update(self) -> None:
+        for group in self.param_groups:
+            self._count_step(group)
+            for members, batch in self._batches(group):
+                if self.master_weights and is_low_precision(members[0]):
+                    batch.params = self._masters_of(members, batch)
+                self._update_batch(members, batch, group)
 
-    def _update(self, group: dict[str, Any]) -> None:
-        group[self._counter] = int(group.get(self._counter) or 0) + 1
-        grad_scale = getattr(self, "grad_scale", None)
-        working = WorkingCopies()
-        params, grads, steps = [], [], []
-        firsts: list[Tensor] = []
-        seconds: list[Tensor] = []
-        for member in with_gradient(group):
-            assert member.grad is not None
-            state = self._state_of(member, group)
-            fits = not has_gaps(member) and not is_low_precision(member)
-            param = working.parameter(member, fits)
-            params.append(param)
-            grads.append(working.like(member.grad, param, written=grad_scale is not None))
-            for name, moments in (("exp_avg", firsts), ("exp_avg_sq", seconds)):
-                # A copy becomes the state, for example after a change of the memory format.
-                state[name] = working.like(state[name], param, written=False)
-                moments.append(state[name])
-            steps.append(state["step"])
+    def _masters_of(self, members: list[Tensor], batch: Batch) -> list[Tensor]:
+        masters = self._state_of(members, "master_param")
+        rounded = [master.to(member.dtype) for master, member in zip(masters, members, strict=True)]
+        for master, value, member, wide in zip(
+            masters, rounded, members, batch.params, strict=True
+        ):
+            master.copy_(torch.where(value == member, master, wide))
+        return masters
+
+    def _update_batch(self, members: list[Tensor], batch: Batch, group: dict[str, Any]) -> None:
+        firsts = self._state_of(members, "exp_avg")
+        seconds = self._state_of(members, "exp_avg_sq")
+        fused = fits_fused_kernel(batch.params, batch.grads, firsts, seconds)
+        for member in members:
+            if "step" not in self.state[member]:
+                self.state[member]["step"] = torch.zeros((), device=batch.device)
+        steps = [self.state[member]["step"] for member in members]
         if not group["bias_correction"]:
-            self._count_apart(steps)
-        working.fill()
+            torch._foreach_add_(steps, 1)
+            steps = [torch.full_like(step, _NO_CORRECTION) for step in steps]
         adam(
-            params,
-            grads,
+            batch.params,
+            batch.grads,
             firsts,
             seconds,
             [],
             steps,
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            fused=group["fused"],
-            grad_scale=grad_scale,
-            found_inf=getattr(self, "found_inf", None),
-            has_complex=any(map(torch.is_complex, params)),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
+            foreach=not fused,
+            capturable=not fused and batch.device.type != "cpu",
+            fused=fused,
+            decoupled_weight_decay=bool(self.adam_w_mode),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=on_device(group["lr"], batch.device) if fused else float(group["lr"]),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=group["maximize"],
+            maximize=False,
         )
-        working.write_back()
 
-    def _count_apart(self, state_steps: list[Tensor]) -> None:
-        """See Note [Adam without bias correction]."""
-        found_inf = getattr(self, "found_inf", None)
-        for index, step in enumerate(state_steps):
-            step += 1
-            if found_inf is not None:
-                step -= found_inf.to(step.device).reshape(())
-            state_steps[index] = torch.full_like(step, _NO_CORRECTION)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, of torch's, or of Apex's class of the same name.
-
-        Options that select the algorithm (``adam_w_mode``, ``maximize``) or the kernels
-        (``capturable``) are not loaded. Maxima of ``amsgrad`` are ignored.
-        """
-        super().load_state_dict(state_dict)
-
-    def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return from_apex(self, state_dict)
+    def _load_wide(self, state_dict: dict[str, Any]) -> None:
+        super()._load_wide(state_dict)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param)
+                if state:
+                    state.pop("max_exp_avg_sq", None)  # of amsgrad
+                    if "step" not in state:  # Apex counts only in the group
+                        count = float(group.get("step") or 0)
+                        state["step"] = torch.full((), count, device=param.device)

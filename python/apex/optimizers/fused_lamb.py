@@ -119,6 +119,9 @@ class FusedLAMB(ForeachOptimizer):
         limit = self.defaults["max_grad_norm"]
         lists = self._clipped or [group["params"] for group in self.param_groups]
         total = _norm_of_gradients(lists) if limit else None
+        factor = self._factor()
+        if total is not None and factor is not None:
+            total = total * factor
         return None if total is None else torch.where(total > limit, total / limit, 1.0)
 
     def _update_batch(

@@ -155,21 +155,3 @@ class FusedNovoGrad(ForeachOptimizer):
                 torch._foreach_add_(updates, batch.params, alpha=decay)
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(batch.params, updates)
-
-    def _from_apex(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # Apex keeps the running norms in the group: one tensor for the float16 parameters and one
-        # for the float32 parameters, in the order of the parameters that have a gradient.
-        if not any(isinstance(g.get("exp_avg_sq"), list) for g in state_dict["param_groups"]):
-            return state_dict
-        entries = {index: dict(entry) for index, entry in state_dict["state"].items()}
-        groups = []
-        for saved in state_dict["param_groups"]:
-            group = dict(saved)
-            groups.append(group)
-            halves, floats = group.pop("exp_avg_sq", ([], []))
-            by_type = {torch.float16: iter(halves), torch.float32: iter(floats)}
-            for index in group["params"]:
-                norm = next(by_type[entries[index]["exp_avg"].dtype]) if index in entries else None
-                if norm is not None:
-                    entries[index]["exp_avg_sq"] = norm.reshape(())
-        return {**state_dict, "state": entries, "param_groups": groups}
