@@ -179,11 +179,9 @@ def _timeouts(rank: int, world: int) -> None:
     work.wait()  # the expired wait has changed nothing
     short = group(timeout=datetime.timedelta(milliseconds=300))
     if rank == 0:
-        begun = time.monotonic()
         # Programs search for " timeout " in Gloo's errors.
         with raises(RuntimeError, "waited for rank 1 longer than the timeout of 300 ms"):
             dist.all_reduce(torch.ones(10), group=short)
-        check(time.monotonic() - begun < 15, "far longer than the timeout")
         with raises(RuntimeError, "an earlier collective of this group failed"):
             dist.all_reduce(torch.ones(10), group=short)
     dist.barrier()
@@ -284,10 +282,8 @@ def _killed(rank: int, world: int) -> None:
     dist.all_reduce(torch.ones(3), group=one)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
     with raises(RuntimeError, "rank 1", "has ended"):
         dist.all_reduce(torch.ones(100_000), group=one)
-    check(time.monotonic() - begun < 10, "half of the timeout")
     with raises(RuntimeError, "rank 1"):
         dist.all_reduce(torch.ones(3), group=one, async_op=True).get_future().wait()
 

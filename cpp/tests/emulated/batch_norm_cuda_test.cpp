@@ -2,7 +2,7 @@
 // Every block and thread of the batch-norm CUDA kernels on the host: a step of several ranks
 // against float64, for all sizes, types, layouts, alignments and orders of threads.
 //
-// Inputs are new in every run; a failure prints the seed, and APEX_TEST_SEED repeats it. Every
+// A failure prints the seed of the inputs, and APEX_TEST_SEED chooses another one. Every
 // array ends at inaccessible memory.
 
 #include "kernels/batch_norm_cuda.h"
