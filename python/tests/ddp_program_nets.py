@@ -217,20 +217,36 @@ class Net(nn.Module):
         fail_at: int | None = None,
     ) -> Outputs:
         """Skip the blocks in ``skip``. Raise in the backward that reaches ``raise_at``, or in this
-        forward at ``fail_at``."""
+        forward at ``fail_at``. ``checkpointed`` is reentrant or non-reentrant, of each block; or,
+        with ``:`` and a number, of segments of that many blocks, in which each block is one too."""
+
+        def run(first: int, end: int, h: Tensor, nested: bool) -> tuple[Tensor, Tensor]:
+            middle = h
+            for i in range(first, end):
+                block = self.blocks[i]
+                if i == fail_at:
+                    raise Boom("raised on purpose, in forward")
+                if i == raise_at:
+                    h = RaiseInBackward.apply(h)
+                if i not in skip:
+                    h = (
+                        checkpoint(block, h, ids, use_reentrant=reentrant)
+                        if nested
+                        else block(h, ids)
+                    )
+                if i <= len(self.blocks) // 2:
+                    middle = h
+            return h, middle
+
+        kind, _, size = (checkpointed or "").partition(":")
+        reentrant, count = kind == "reentrant", len(self.blocks)
         h = middle = x * 1.0
-        for i, block in enumerate(self.blocks):
-            if i == fail_at:
-                raise Boom("raised on purpose, in forward")
-            if i == raise_at:
-                h = RaiseInBackward.apply(h)
-            if i not in skip:
-                if checkpointed is None:
-                    h = block(h, ids)
-                else:
-                    h = checkpoint(block, h, ids, use_reentrant=checkpointed == "reentrant")
-            if i == len(self.blocks) // 2:
-                middle = h
+        if not size:
+            return Outputs(*run(0, count, h, bool(kind)))
+        for first in range(0, count, int(size)):
+            end = min(first + int(size), count)
+            h, m = checkpoint(run, first, end, h, not reentrant, use_reentrant=reentrant)
+            middle = m if first <= count // 2 else middle
         return Outputs(h, middle)
 
 

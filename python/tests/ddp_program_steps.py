@@ -78,7 +78,9 @@ class Steps:
             if last:
                 quiet &= set(args.get("quiet", []))
             alone = args.get("fails_locally", {}) if not last else {}
-            self._micro_batch(op.uid, args, forwards, micro, todo, quiet, chosen, alone)
+            # Either wrapper may average a parameter that both have.
+            silent = {0, 1, *quiet} if quiet and self.shared else quiet
+            self._micro_batch(op.uid, args, forwards, micro, todo, silent, chosen, alone)
             self._spoil(args)
             trains = [rank not in alone.get("ranks", []) for rank in range(self.world)]
             if self.checks:
@@ -93,6 +95,8 @@ class Steps:
                             what = f"micro-batch {micro}: model {m}"
                             self.reference.compare(self.rank, net, what, self.tolerance)
             self.apart = (self.apart | quiet) - ({f.model for f in forwards} - quiet)
+            if not quiet and chosen is None:
+                self._check_retained(forwards)
             if not last:
                 self._give_up(args.get("give_up", []), forwards)
         if not args.get("no_optimizer"):
@@ -147,7 +151,8 @@ class Steps:
         if any(f.model in self.buffers_differ for f in forwards):
             without("accumulate", "quiet", "fails_locally")  # not broadcast in no_sync()
         if self.average != "mean":
-            if how in ("each", "reversed"):  # the last backward may not be of all wrappers
+            # The last backward may not be of all wrappers, and the others accumulate.
+            if how in ("each", "reversed") or (how == "twice" and has(*SHARING)):
                 without("how")
             # Sums over ranks would be summed again. Only None drops accumulated weights.
             accumulated = all(f.model in self.apart for f in forwards)
@@ -171,10 +176,10 @@ class Steps:
         how = args.get("how")
         if how == "penalty":  # calls autograd.grad()
             without("checkpoint", "chain", "fails_locally")
-        if args.get("checkpoint") == "reentrant":
+        if args.get("checkpoint", "").startswith("reentrant"):
             # The same number of uses in each backward as in the first.
             if len(forwards) > 1 or args.get("inputs") or any(net.reuses() for net in nets):
-                args["checkpoint"] = "non-reentrant"
+                args["checkpoint"] = "non-" + args["checkpoint"]
             elif how == "twice":
                 without("how")
         return args
@@ -381,6 +386,18 @@ class Steps:
         if not only_apart or self.apart:
             self._clear("none")
             self.reference.forget()
+
+    def _check_retained(self, forwards: list[Forward]) -> None:
+        """With retain_allreduce_buffers, gradients lie in the buffers, used by this rank or not."""
+        for wrapper in (f.wrapper for f in forwards if f.wrapper is self.wrappers[f.model][-1]):
+            if not wrapper.retain_allreduce_buffers or self.shared:
+                continue
+            ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in wrapper.allreduce_buffers]
+            for name, p in wrapper.module.named_parameters():
+                if p.grad is not None and p.requires_grad and not p.grad.is_sparse:
+                    at = p.grad.data_ptr()
+                    inside = any(a <= at and at + p.grad.nbytes <= b for a, b in ends)
+                    check(inside or not p.numel(), f"{name}'s gradient is in no retained buffer")
 
     def _spoil(self, args: dict[str, Any]) -> None:
         """Faults for the tests of the generator."""

@@ -8,10 +8,10 @@
 
 The package that is installed is tested; no build is needed. Every rank has its own random seed, a
 step is compared with one process in float64, and ranks with each other bit for bit. A program that
-is stuck prints the stacks of its ranks. On a busy machine 6 seconds may pass without a fault: run
-the seed again. ddp_program_run.py has the operations, ddp_program_steps.py the training steps, and
-ddp_program_reference.py what must come out. With APEX_TEST_DEVICE=cuda the models are on the first
-GPU and ranks talk over NCCL.
+is stuck for APEX_TEST_CASE_S (10) seconds prints the stacks of its ranks. On a busy machine that is
+no fault: run the seed again. ddp_program_run.py has the operations, ddp_program_steps.py the
+training steps, and ddp_program_reference.py what must come out. With APEX_TEST_DEVICE=cuda the
+models are on the first GPU and ranks talk over NCCL.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Draw:
             forwards = forwards[:1]
         hows = ["each", "reversed", "twice", "first", "penalty"]
         how = rng.choice(hows) if self.chance("backwards", 0.4) else None
-        kind = rng.choice(["reentrant", "non-reentrant"])
+        kind = rng.choice(["reentrant", "non-reentrant"]) + rng.choice(["", "", ":1", ":2", ":4"])
         quiet_how = rng.choice(["no_sync", "nested", "backward", "disable", "attribute"])
         often = ("ahead", "fails_locally", "give_up")  # these need an accumulation
         micros = 0.5 if len(self.hazards) < 5 and self.hazards.intersection(often) else 0.2
