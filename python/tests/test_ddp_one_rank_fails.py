@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
     RankPool,
-    check_equal,
-    check_same_on_all_ranks,
     check_step,
     host_channel,
     raises,
@@ -206,73 +204,3 @@ def test_chained_hook_when_one_backward_fails_leaves_the_next_step_right(
     ranks: RankPool, failing: int, at: int
 ) -> None:
     ranks.run(3, _chained_hook, failing, at)
-
-
-# --- allreduce_buffers when plans change ---
-
-
-def _buffers_hold_gradients(rank: int, world: int, dtype: torch.dtype, always_fp32: bool) -> None:
-    """Freezes in a repeating pattern, and uses a layer late."""
-    model = build().to(dtype)
-    ddp = DistributedDataParallel(
-        model,
-        process_group=_group(),
-        retain_allreduce_buffers=True,
-        message_size=20,
-        allreduce_always_fp32=always_fp32,
-    )
-    for step in range(12):
-        for i, layer in enumerate(model.layers):
-            frozen = step >= 2 and i == step % 2
-            layer.weight.requires_grad_(not frozen)
-        used = [0, 1] if step == 0 else [0, 1, 2]
-        ddp.zero_grad()
-        ddp(data(rank, step).to(dtype), used).square().sum().backward()
-        buffers = ddp.allreduce_buffers
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        what = f"step {step}"
-        check_equal(sum(b.numel() for b in buffers) >= sum(g.numel() for g in grads), True, what)
-        ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers]
-        for grad in grads:
-            there = any(
-                a <= grad.data_ptr() and grad.data_ptr() + grad.nbytes <= b for a, b in ends
-            )
-            check_equal(there, True, f"a gradient lies in a buffer, {what}")
-        have = torch.cat([b.flatten().double() for b in buffers]).norm()
-        want = torch.cat([g.flatten().double() for g in grads]).norm()
-        check_equal(torch.allclose(have, want, rtol=1e-12), True, f"norm of the buffers, {what}")
-        check_same_on_all_ranks([p.grad for p in model.parameters()], what)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "always_fp32"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-    ids=["float32", "bfloat16", "bfloat16_as_float32"],
-)
-def test_buffers_hold_the_gradients_when_the_plan_changes(
-    ranks: RankPool, dtype: torch.dtype, always_fp32: bool
-) -> None:
-    ranks.run(2, _buffers_hold_gradients, dtype, always_fp32)
-
-
-def _unused_here_is_a_view(rank: int, world: int, change: str) -> None:
-    """Gradients that are zeroed in place, a new plan, and a layer that rank 1 does not use."""
-    model = build()
-    ddp = DistributedDataParallel(model, process_group=_group(), retain_allreduce_buffers=True)
-    for step in range(5):
-        if step == 2 and change == "rebuild_buckets":
-            ddp.rebuild_buckets()
-        if step == 2 and change == "freeze":
-            model.layers[0].bias.requires_grad_(False)
-        ddp.zero_grad(set_to_none=False)
-        used = [0, 1, 2] if rank == 0 or step < 2 else [0, 1]
-        ddp(data(rank, step), used).square().sum().backward()
-        for buffer in ddp.allreduce_buffers:
-            buffer.mul_(0.5)  # as an Apex script clips
-        grads = [p.grad for p in model.parameters() if p.requires_grad]
-        check_same_on_all_ranks(grads, f"scaled gradients, step {step}")
-
-
-@pytest.mark.parametrize("change", ["rebuild_buckets", "freeze"])
-def test_buffers_hold_gradients_that_a_rank_does_not_use(ranks: RankPool, change: str) -> None:
-    ranks.run(2, _unused_here_is_a_view, change)

@@ -122,59 +122,6 @@ def test_weighted_total_of_zero_leaves_zero_gradients(ranks: RankPool) -> None:
     ranks.run(2, _no_weight)
 
 
-def _dropped(rank: int, world: int) -> None:
-    ddp = _ddp()
-    with ddp.no_sync():
-        _backward(ddp, 5)
-    loss = ddp.skip_step()
-    if rank == 0:
-        loss.backward()  # without a weight, because the step is skipped anyway
-    else:
-        _backward(ddp, 5)
-    check(ddp.step_skipped, "not skipped")
-    _backward(ddp, 2)
-    check_equal(ddp.total_weight, 2.0 * world, "total after a step that was skipped")
-
-    ddp.zero_grad()
-    ddp.module[0].weight.register_hook(_Fails(rank == 1))
-    with raises(RuntimeError, "" if rank == 1 else "was ended by an exception on rank 1"):
-        _backward(ddp, 7)
-    ddp.zero_grad()
-    _backward(ddp, 2)
-    check_equal(ddp.total_weight, 2.0 * world, "total after a backward that failed")
-
-
-def _given_up(rank: int, world: int) -> None:
-    ddp = _ddp()
-    for _ in range(3):
-        with ddp.no_sync():
-            _backward(ddp, 5)
-            if rank == 1:  # gives up and starts again
-                ddp.zero_grad()
-                _backward(ddp, 1)
-        _backward(ddp, 2)
-        check_equal(ddp.total_weight, 7.0 + 3.0, "total")
-        ddp.zero_grad()
-
-
-def test_weighted_accumulation_given_up_does_not_count(ranks: RankPool) -> None:
-    ranks.run(2, _given_up)
-
-
-class _Fails:
-    def __init__(self, once: bool) -> None:
-        self.fails = once
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("in a hook")
-
-
-def test_weighted_skipped_and_failed_backwards_drop_their_weights(ranks: RankPool) -> None:
-    ranks.run(2, _dropped)
-
-
 def _half(rank: int, world: int) -> None:
     """float16 sums that would overflow. The mean is 30."""
     torch.manual_seed(0)
@@ -298,27 +245,6 @@ def _in_an_accumulation(rank: int, world: int) -> None:
 
 def test_weighted_accumulation_keeps_its_weights(ranks: RankPool) -> None:
     ranks.run(2, _in_an_accumulation)
-
-
-def _module_changes(rank: int, world: int) -> None:
-    ddp = _ddp()
-    _backward(ddp, 1)
-    ddp.zero_grad()
-    ddp.module.add_module("more", nn.Linear(2, 2))
-    _backward(ddp, 4)  # the forward inside creates another reducer
-    check_equal(ddp.total_weight, 4.0 * world, "total")
-    frozen = list(ddp.module[0].parameters())
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-        parameter.grad = None
-    for parameter in ddp.module.parameters():
-        parameter.grad = None
-    _backward(ddp, 1 + rank)
-    check_equal(ddp.total_weight, world * (world + 1) / 2, "total")
-
-
-def test_weighted_module_that_changes_inside_of_a_block(ranks: RankPool) -> None:
-    ranks.run(2, _module_changes)
 
 
 def _counts(rank: int, world: int) -> None:
