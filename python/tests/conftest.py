@@ -24,7 +24,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 #: The tests of `scripts/test.sh --quick`: in each area, the ones that draw or compare the most.
 QUICK = (
     "test_amp_programs.py::test_program",
-    "test_amp_sequences.py",
     "test_batch_norm_programs.py::test_batch_norm_programs_equal_one_process",
     "test_ddp_comm_hooks.py",
     "test_ddp_gradients.py::test_gradients_every_model_equal_whole_batch",

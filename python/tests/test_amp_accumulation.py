@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import RankPool, check_equal, check_near, check_same_on_all_ranks, forget_amp
 from torch import Tensor, nn
 
-import amp_C
 from apex import amp
 from apex.amp import _amp_state
 from apex.parallel import DistributedDataParallel
@@ -281,53 +279,6 @@ def test_gradients_cleared_between_forward_and_backward_are_not_stepped(
     expected = -0.125 * (4 if skips else 5)
     for param in amp.master_params(optimizer):
         assert torch.equal(param.detach().float(), torch.full(param.shape, expected))
-
-
-def _sums_itself(rank: int, world: int) -> None:
-    """BERT's script of DeepLearningExamples: several losses, then its own all-reduce.
-
-    Reference: the script's own decision is the same on all ranks and in time, and the masters equal
-    those of plain SGD without the iteration that overflowed.
-    """
-    for bad_part in range(3):
-        for level in ("O1", "O2"):
-            torch.manual_seed(rank)
-            model = nn.Linear(4, 3)
-            for param in model.parameters():
-                nn.init.zeros_(param)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            scaler = _amp_state.loss_scalers[0]
-            for iteration in range(3):
-                for part in range(3):
-                    bad = iteration == 1 and rank == world - 1 and part == bad_part
-                    factor = float("inf") if bad else 1.0 / 4
-                    loss = model(torch.ones(1, 4)).float().sum() * factor
-                    with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
-                        scaled.backward()
-                grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
-                flat = torch.cat([grad.reshape(-1).float() for grad in grads])
-                dist.all_reduce(flat)
-                parts = flat.split([grad.numel() for grad in grads])
-                buffer = torch.zeros(1, dtype=torch.int32)
-                views = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-                amp_C.multi_tensor_scale(65536, buffer, [views, grads], 1.0)
-                scaler._overflow_buf = buffer
-                skip = scaler.update_scale()
-                check_equal(skip, iteration == 1, f"{level}, part {bad_part}, {iteration}: skip")
-                if not skip:
-                    optimizer.step()
-                optimizer.zero_grad()
-            for param in amp.master_params(optimizer):
-                expected = torch.full(param.shape, -2 * 3 * world / 4)
-                check_equal(param.detach().float(), expected, f"{level}, part {bad_part}")
-            check_equal(scaler.loss_scale(), 2.0**15, f"{level}, part {bad_part}: scale")
-            forget_amp()
-
-
-@pytest.mark.processes
-def test_script_that_sums_gradients_itself_sees_the_overflow_of_any_part(ranks: RankPool) -> None:
-    ranks.run(2, _sums_itself)
 
 
 @pytest.mark.usefixtures("fresh_amp")

@@ -199,6 +199,26 @@ def test_scale_loss_leaves_model_grads_scaled_and_master_grads_unscaled() -> Non
     assert optimizer._amp_stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
 
 
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_lists_of_the_stash_are_by_dtype_and_group(level: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in model], lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer._lazy_init_maybe_master_weights()
+    stash = optimizer._amp_stash
+    low = [p for p in model.parameters() if p.dtype == torch.float16]
+    assert len(low) == {"O0": 0, "O2": 2, "O3": 4}[level]
+    others = [p for p in model.parameters() if p.dtype == torch.float32]
+    assert stash.all_fp16_params == sum(stash.fp16_groups, []) == low
+    assert stash.all_fp32_from_fp32_params == sum(stash.fp32_from_fp32_groups, []) == others
+    assert len(stash.all_fp32_from_fp16_params) == (2 if level == "O2" else 0)
+    assert [len(group) for group in stash.fp16_groups] == {
+        "O0": [0, 0],
+        "O2": [2, 0],
+        "O3": [2, 2],
+    }[level]
+
+
 def test_scale_loss_unknown_optimizer_is_refused() -> None:
     model, optimizer = one("O2")
     other = torch.optim.SGD(model.parameters(), lr=1.0)

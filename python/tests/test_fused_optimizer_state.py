@@ -5,7 +5,6 @@ effects of loading one."""
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,25 +118,6 @@ def test_fused_sgd_first_momentum_is_the_gradient_bit_for_bit(dampening: float, 
     run.step(False, without=(2,))
     param = run.params[1]
     assert torch.equal(run.optimizer.state[param]["momentum_buffer"], run.wanted[1].grad.float())
-
-
-@pytest.mark.parametrize("kind", [FusedSGD, FusedAdam], ids=lambda kind: kind.__name__)
-def test_fused_optimizer_state_saved_after_a_skipped_first_step_loads(
-    kind: Any, filled_memory: None
-) -> None:
-    plain, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-    if kind is FusedAdam:
-        plain, options = torch.optim.AdamW, {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}
-    run = Scaled(kind, plain, torch.float32, **options)
-    run.step(True)
-    file = io.BytesIO()
-    torch.save(run.optimizer.state_dict(), file)
-    file.seek(0)
-    run.optimizer = kind([{"params": run.params[:2]}], **options)
-    run.optimizer.load_state_dict(torch.load(file, weights_only=True))
-    for skipped in (True, False, False):
-        run.step(skipped)
-    run.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
