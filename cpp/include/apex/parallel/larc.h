@@ -31,7 +31,6 @@ struct LARCOptions {
 ///
 ///     torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
 ///     apex::parallel::LARC larc(sgd);
-///     ...
 ///     sgd.zero_grad();
 ///     loss.backward();
 ///     larc.step();  // instead of sgd.step()
