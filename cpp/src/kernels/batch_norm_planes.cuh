@@ -7,6 +7,18 @@
 
 namespace apex::kernels {
 
+/// Calls f(number of loads) until the thread has processed its units: kLoads at a time, then one at
+/// a time for the rest.
+template <int kLoads, typename F>
+__device__ __forceinline__ void walk(const PlanesPlan& plan, PlaneCursor& cursor, F&& f) {
+  while (cursor.unit + (kLoads - 1) * int64_t{plan.threads} < cursor.end) {
+    f(std::integral_constant<int, kLoads>{});
+  }
+  while (cursor.valid()) {
+    f(std::integral_constant<int, 1>{});
+  }
+}
+
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
     planes_statistics_kernel(PlanesPlan plan, Sums* partial, const T* __restrict__ x,
@@ -26,46 +38,26 @@ __global__ void __launch_bounds__(kBlockThreads)
   const A origin = plan.units > 0 ? widen(x[channel * plan.sizes.plane]) : A(0);
   Welford<A> mine;
   PlaneCursor cursor(plan, split, threadIdx.x);
-  while (cursor.unit + (kLoadsInFlight - 1) * int64_t{plan.threads} < cursor.end) {
-    Packed<T, kVector> in[kLoadsInFlight];
+  walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
+    constexpr int kLoads = decltype(loads)::value;
+    Packed<T, kVector> in[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       in[i] = load<T, kVector>(x + cursor.offset(plan, channel));
       cursor.advance(plan);
     }
-    A values[kLoadsInFlight * kVector];
+    A values[kLoads * kVector];
 #pragma unroll
-    for (int i = 0; i < kLoadsInFlight * kVector; ++i) {
+    for (int i = 0; i < kLoads * kVector; ++i) {
       values[i] = widen(in[i / kVector].values[i % kVector]) - origin;
     }
     merge_registers(mine, values);
-  }
-  for (; cursor.valid(); cursor.advance(plan)) {
-    const Packed<T, kVector> in = load<T, kVector>(x + cursor.offset(plan, channel));
-    A values[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      values[i] = widen(in.values[i]) - origin;
-    }
-    merge_registers(mine, values);
-  }
+  });
   const Sums all = block_sum(to_moments(mine.mean, mine.m2, mine.count));
   if (threadIdx.x == 0) {
     give_statistics(all, static_cast<double>(origin),
                     static_cast<double>(plan.sizes.batch * plan.sizes.plane), channel, channels,
                     split, plan.splits, partial, record);
-  }
-}
-
-/// Calls f(number of loads) until the thread has processed its units: kLoads at a time, then one at
-/// a time for the rest.
-template <int kLoads, typename F>
-__device__ __forceinline__ void walk(const PlanesPlan& plan, PlaneCursor& cursor, F&& f) {
-  while (cursor.unit + (kLoads - 1) * int64_t{plan.threads} < cursor.end) {
-    f(std::integral_constant<int, kLoads>{});
-  }
-  while (cursor.valid()) {
-    f(std::integral_constant<int, 1>{});
   }
 }
 

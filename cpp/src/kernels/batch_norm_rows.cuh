@@ -58,6 +58,20 @@ __device__ __forceinline__ void sum_rows(const RowsPlan& plan, const RowsPlace& 
   }
 }
 
+/// Calls f(offset, number of loads) until the thread has processed its rows: kLoads at a time, then
+/// one at a time for the rest. The loads are plan.threads_y rows apart.
+template <int kLoads, typename F>
+__device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& place, F&& f) {
+  const int64_t end = plan.end(place.split);
+  int64_t row = plan.begin(place.split) + place.y;
+  for (; row + (kLoads - 1) * plan.threads_y < end; row += kLoads * plan.threads_y) {
+    f(row * plan.channels + place.channel, std::integral_constant<int, kLoads>{});
+  }
+  for (; row < end; row += plan.threads_y) {
+    f(row * plan.channels + place.channel, std::integral_constant<int, 1>{});
+  }
+}
+
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_statistics_kernel(RowsPlan plan, Sums* partial, const T* __restrict__ x,
@@ -80,29 +94,28 @@ __global__ void __launch_bounds__(kRowsThreads)
     for (int i = 0; i < kVector; ++i) {
       origin[i] = widen(first.values[i]);
     }
-    const int64_t end = plan.end(place.split);
-    int64_t row = plan.begin(place.split) + place.y;
-    for (; row + (kLoadsInFlight - 1) * plan.threads_y < end;
-         row += kLoadsInFlight * plan.threads_y) {
-      Packed<T, kVector> in[kLoadsInFlight];
+    const int64_t step = plan.threads_y * plan.channels;
+    walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
+      constexpr int kLoads = decltype(loads)::value;
+      Packed<T, kVector> in[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoadsInFlight; ++r) {
-        in[r] = load<T, kVector>(x + (row + r * plan.threads_y) * plan.channels + place.channel);
+      for (int r = 0; r < kLoads; ++r) {
+        in[r] = load<T, kVector>(x + at + r * step);
       }
-      const A total = count + A(kLoadsInFlight);
-      const A share = A(kLoadsInFlight) / total;
+      const A total = count + A(kLoads);
+      const A share = A(kLoads) / total;
       const A weight = count * share;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         A sum = 0;
 #pragma unroll
-        for (int r = 0; r < kLoadsInFlight; ++r) {
+        for (int r = 0; r < kLoads; ++r) {
           sum += widen(in[r].values[i]) - origin[i];
         }
-        const A center = sum * (A(1) / A(kLoadsInFlight));
+        const A center = sum * (A(1) / A(kLoads));
         A squares = 0;
 #pragma unroll
-        for (int r = 0; r < kLoadsInFlight; ++r) {
+        for (int r = 0; r < kLoads; ++r) {
           const A d = widen(in[r].values[i]) - origin[i] - center;
           squares += d * d;
         }
@@ -111,18 +124,7 @@ __global__ void __launch_bounds__(kRowsThreads)
         m2[i] += squares + delta * delta * weight;
       }
       count = total;
-    }
-    for (; row < end; row += plan.threads_y) {
-      const Packed<T, kVector> in = load<T, kVector>(x + row * plan.channels + place.channel);
-      const A share = A(1) / (count + A(1));
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const A delta = widen(in.values[i]) - origin[i] - mean[i];
-        mean[i] += delta * share;
-        m2[i] += delta * delta * count * share;
-      }
-      count += A(1);
-    }
+    });
   }
   Sums mine[kVector];
 #pragma unroll
@@ -134,20 +136,6 @@ __global__ void __launch_bounds__(kRowsThreads)
     give_statistics(all, start, static_cast<double>(plan.rows), channel, plan.channels, place.split,
                     plan.splits, partial, record);
   });
-}
-
-/// Calls f(offset, number of loads) until the thread has processed its rows: kLoads at a time, then
-/// one at a time for the rest. The loads are plan.threads_y rows apart.
-template <int kLoads, typename F>
-__device__ __forceinline__ void walk(const RowsPlan& plan, const RowsPlace& place, F&& f) {
-  const int64_t end = plan.end(place.split);
-  int64_t row = plan.begin(place.split) + place.y;
-  for (; row + (kLoads - 1) * plan.threads_y < end; row += kLoads * plan.threads_y) {
-    f(row * plan.channels + place.channel, std::integral_constant<int, kLoads>{});
-  }
-  for (; row < end; row += plan.threads_y) {
-    f(row * plan.channels + place.channel, std::integral_constant<int, 1>{});
-  }
 }
 
 template <typename T, int kVector>
