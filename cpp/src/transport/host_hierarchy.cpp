@@ -27,6 +27,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Op = c10d::ReduceOp::RedOpType;
 
+/// A larger share is all-reduced in slices of this size at once, so that messages of the two
+/// directions of a connection cross: 48 MB over 1 Gbit/s take 0.46 instead of 0.52 s.
+constexpr int64_t kNetworkSliceBytes = int64_t{4} << 20;
 /// Interval at which a waiting thread advances other channels of this process.
 constexpr milliseconds kAdvances{20};
 
@@ -144,13 +147,18 @@ class HierarchyCore {
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
     host->all_reduce(operation.what, operation.tensor, operation.op)->wait();
     APEX_HOST_STEP("host summed");
-    std::vector<at::Tensor> share{share_of(operation, layout_.place)};
-    if (share.front().numel() > 0) {
+    const at::Tensor share = share_of(operation, layout_.place);
+    if (share.numel() > 0) {
       c10d::AllreduceOptions options;
       options.reduceOp = operation.op;
-      const auto sum = column_->allreduce(share, options);
+      std::vector<c10::intrusive_ptr<c10d::Work>> sums;
+      for (const at::Tensor& slice :
+           share.split(kNetworkSliceBytes / static_cast<int64_t>(share.element_size()))) {
+        std::vector<at::Tensor> message{slice};
+        sums.push_back(column_->allreduce(message, options));
+      }
       APEX_HOST_STEP("sent");
-      sum->wait();
+      for (const auto& sum : sums) sum->wait();
       APEX_HOST_STEP("hosts summed");
     }
     std::vector<HostChannel::WorkPtr> results;
