@@ -29,11 +29,6 @@ from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
-OPTIONS = pytest.mark.parametrize("options", [
-    {"message_size": 20}, {"message_size": 20, "gradient_as_bucket_view": True},
-    {"delay_allreduce": True},
-], ids=["copies", "views", "delayed"])  # fmt: skip
-
 EVERY = [0, 1, 2]
 
 
@@ -54,35 +49,19 @@ def _launched(ddp: DistributedDataParallel) -> int:
     return statistics["launched_in_backward"] + statistics["launched_at_end"]
 
 
-def _accumulates(rank: int, world: int, options: dict[str, Any], how: str) -> None:
-    ddp = DistributedDataParallel(build(), **options)
+def _accumulates(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
     for round_ in range(4):
         steps = [(10 * round_ + i, EVERY) for i in range(3)]
         locally = [_accumulated(ddp.module, r, steps) for r in range(world)]
         ddp.zero_grad(set_to_none=round_ % 2 == 0)
         before = _launched(ddp)
         for step, _ in steps[:-1]:
-            if how == "no_sync":
+            with ddp.no_sync():
                 with ddp.no_sync():
-                    _loss(ddp, rank, step).backward()
-            elif how == "nested":
-                with ddp.no_sync():
-                    with ddp.no_sync():
-                        pass
-                    check(not ddp.require_backward_grad_sync, "the outer no_sync() was left")
-                    _loss(ddp, rank, step).backward()
-            elif how == "at_backward":
-                loss = _loss(ddp, rank, step)
-                with ddp.no_sync():
-                    loss.backward()
-            elif how == "disable":
-                ddp.disable_allreduce()
+                    pass
+                check(not ddp.require_backward_grad_sync, "the outer no_sync() was left")
                 _loss(ddp, rank, step).backward()
-                ddp.enable_allreduce()
-            else:
-                ddp.require_backward_grad_sync = False
-                _loss(ddp, rank, step).backward()
-                ddp.require_backward_grad_sync = True
         check_equal(_launched(ddp), before, "collectives while accumulating")
         partly = _accumulated(ddp.module, rank, steps[:-1])
         check_gradients(ddp, partly, f"round {round_}, before the last", 1e-5)
@@ -91,12 +70,8 @@ def _accumulates(rank: int, world: int, options: dict[str, Any], how: str) -> No
         check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"round {round_}")
 
 
-@OPTIONS
-@pytest.mark.parametrize("how", ["no_sync", "nested", "at_backward", "disable", "attribute"])
-def test_accumulation_last_backward_averages_the_total(
-    ranks: RankPool, how: str, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _accumulates, options, how)
+def test_accumulation_last_backward_averages_the_total(ranks: RankPool) -> None:
+    ranks.run(2, _accumulates)
 
 
 def _forward_in_no_sync_only(rank: int, world: int) -> None:
@@ -181,10 +156,10 @@ def _exact_batch(rank: int, micro: int) -> Tensor:
     return torch.randint(-4, 5, (2, 5), generator=generator).float()
 
 
-def _bit_for_bit(rank: int, world: int, options: dict[str, Any], micros: int) -> None:
+def _bit_for_bit(rank: int, world: int, micros: int) -> None:
     model = build(_Exact)
     big = copy.deepcopy(model)
-    ddp = DistributedDataParallel(model, **options)
+    ddp = DistributedDataParallel(model, message_size=20)
     for step in range(3):
         ddp.zero_grad()
         big.zero_grad()
@@ -201,13 +176,12 @@ def _bit_for_bit(rank: int, world: int, options: dict[str, Any], micros: int) ->
             check_equal(ours.grad, theirs.grad, f"step {step}: {name}")
 
 
-@OPTIONS
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("micros", [1, 4])
 def test_accumulation_equals_big_batch_bit_for_bit(
-    ranks: RankPool, micros: int, world: int, options: dict[str, Any]
+    ranks: RankPool, micros: int, world: int
 ) -> None:
-    ranks.run(world, _bit_for_bit, options, micros)
+    ranks.run(world, _bit_for_bit, micros)
 
 
 def _rounds_once(rank: int, world: int, dtype: torch.dtype) -> None:
