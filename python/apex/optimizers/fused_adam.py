@@ -123,13 +123,16 @@ class FusedAdam(ForeachOptimizer):
         return masters
 
     def _update_batch(self, members: list[Tensor], batch: Batch, group: dict[str, Any]) -> None:
-        firsts = self._state_of(members, "exp_avg")
-        seconds = self._state_of(members, "exp_avg_sq")
+        states = [self.state[member] for member in members]
+        for member, state in zip(members, states, strict=True):
+            if "step" not in state:
+                self._state_of([member], "exp_avg")
+                self._state_of([member], "exp_avg_sq")
+                state["step"] = torch.zeros((), device=batch.device)
+        firsts = [state["exp_avg"] for state in states]
+        seconds = [state["exp_avg_sq"] for state in states]
+        steps = [state["step"] for state in states]
         fused = fits_fused_kernel(batch.params, batch.grads, firsts, seconds)
-        for member in members:
-            if "step" not in self.state[member]:
-                self.state[member]["step"] = torch.zeros((), device=batch.device)
-        steps = [self.state[member]["step"] for member in members]
         if not group["bias_correction"]:
             torch._foreach_add_(steps, 1)
             steps = [torch.full_like(step, _NO_CORRECTION) for step in steps]
