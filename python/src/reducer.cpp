@@ -13,7 +13,7 @@
 
 #include <apex/distributed/collectives.h>
 #include <apex/error.h>
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -28,7 +28,6 @@ namespace apex::python {
 namespace {
 
 using parallel::BucketLimits;
-using parallel::JoinEvent;
 using parallel::NamedTensor;
 using parallel::Reducer;
 using parallel::ReducerOptions;
@@ -81,19 +80,6 @@ std::shared_ptr<parallel::CommHook> builtin_comm_hook(
 
 void init_reducer(nb::module_& m) {
   using release = nb::call_guard<nb::gil_scoped_release>;
-
-  nb::enum_<JoinEvent::Kind>(m, "JoinEventKind", "What ranks announce under join(); see JoinEvent.")
-      .value("END", JoinEvent::kEnd)
-      .value("FORWARD", JoinEvent::kForward)
-      .value("BACKWARD", JoinEvent::kBackward)
-      .value("LOCAL_BACKWARD", JoinEvent::kLocalBackward)
-      .value("CUSTOM", JoinEvent::kCustom)
-      .value("BACKWARD_END", JoinEvent::kBackwardEnd);
-  nb::class_<JoinEvent>(m, "JoinEvent", "What ranks with data do next under join().")
-      .def_ro("kind", &JoinEvent::kind)
-      .def_ro("argument", &JoinEvent::argument)
-      .def_ro("end_follows", &JoinEvent::end_follows, "Whether BACKWARD_END will be announced.")
-      .def_ro("active", &JoinEvent::active, "Ranks that have data.");
 
   nb::class_<ReducerOptions>(m, "ReducerOptions", "How gradients are reduced; see the C++ class.")
       .def(nb::init<>())
@@ -158,13 +144,8 @@ void init_reducer(nb::module_& m) {
       .def("check_replicas_next", &Reducer::check_replicas_next, release())
       .def_static("optimizer_steps", &Reducer::optimizer_steps, nb::arg("parameters"), release())
       .def_static("release_all", &Reducer::release_all, release())
-      .def_static(
-          "optimizer_stepped",
-          [](const std::vector<at::Tensor>& parameters, int64_t optimizer) {
-            Reducer::optimizer_stepped(parameters, optimizer);
-          },
-          nb::arg("parameters"), nb::arg("optimizer"),
-          "Reports an optimizer step to the reducers of these parameters.", release())
+      .def_static("optimizer_stepped", &Reducer::optimizer_stepped, nb::arg("parameters"),
+                  "Reports an optimizer step to the reducers of these parameters.", release())
       .def("watch_outputs", &Reducer::watch_outputs, nb::arg("outputs"), release())
       .def_prop_rw("synchronizing", &Reducer::synchronizing, &Reducer::set_synchronizing)
       .def(
@@ -181,14 +162,10 @@ void init_reducer(nb::module_& m) {
             self.set_comm_hook(builtin_comm_hook(name, self.communicator()));
           },
           nb::arg("name"), release())
-      .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"), release())
-      .def("end_join", &Reducer::end_join, release())
-      .def("announce", &Reducer::announce, nb::arg("kind"), nb::arg("argument") = 0, release())
-      .def("await_event", &Reducer::await_event, release())
-      .def("last_with_data", &Reducer::last_with_data, nb::arg("followed"), release(),
-           "A rank that had data to the end, or -1 if all had. Collective.")
-      .def("shadow_backward_begin", &Reducer::shadow_backward_begin, nb::arg("event"), release())
-      .def("shadow_backward_end", &Reducer::shadow_backward_end, release())
+      .def("begin_join", &Reducer::begin_join, nb::arg("divide_by_initial_world_size"),
+           nb::arg("throw_on_early_termination"), release())
+      .def("end_join", &Reducer::end_join, nb::arg("tensors"), release())
+      .def("leave_join", &Reducer::leave_join, release())
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release())
       .def(
           "plan",

@@ -5,7 +5,7 @@
 
 namespace apex::python {
 
-/// Registers Reducer, GradBucket and the functions of apex/parallel/model_sync.h.
+/// Registers Reducer, GradBucket and the functions of apex/parallel/detail/model_sync.h.
 void init_reducer(nanobind::module_& m);
 
 }  // namespace apex::python

@@ -40,17 +40,6 @@ def reference_step(
     return result
 
 
-class Normed(nn.Module):
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.a, self.norm_a = nn.Linear(6, 8), norm(8)
-        self.b, self.norm_b = nn.Linear(8, 5), norm(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.norm_a(self.a(x.to(self.a.weight.dtype))))
-        return self.norm_b(self.b(x)) * torch.linspace(-1, 1, 5)
-
-
 class Counter(nn.Module):
     """Its buffer counts the rank's data, and the loss depends on it."""
 

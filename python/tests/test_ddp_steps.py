@@ -7,6 +7,7 @@ rank."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from ddp_steps_support import backward, batch, make, mean_gradients, raised
 from ddp_support import (
     RankPool,
+    check_equal,
     check_near,
     check_same_on_all_ranks,
     gradients,
@@ -33,7 +35,6 @@ def _train(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
 
 
 def _skips_backward_and_steps(ddp: Any, optimizer: Any, rank: int) -> None:
-    optimizer.zero_grad()
     ddp(batch(rank, 9))
     optimizer.step()
 
@@ -52,15 +53,15 @@ def _local_step(ddp: Any, optimizer: Any, rank: int) -> None:
 MISSTEPS = {
     "skipped backward, and a step": (
         _skips_backward_and_steps,
-        "rank 1 stepped an optimizer twice without a backward in between",
+        "rank 1 made another number of optimizer steps",
     ),
     "forward without gradients": (
         _forward_without_gradients,
-        "rank 1 stepped an optimizer twice without a backward in between",
+        "rank 1 made another number of optimizer steps",
     ),
     "local step": (
         _local_step,
-        "rank 1 updated the parameters after a backward without synchronization",
+        "rank 1 made another number of optimizer steps",
     ),
 }
 
@@ -200,13 +201,10 @@ def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
 
 # --- several wrappers in one backward ---
 
-LEFT_OUT = "rank 0 stepped an optimizer twice without a backward in between"
 ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
-LOCALLY = "rank 0 updated the parameters after a backward without synchronization"
+LOCALLY = "rank 1 made another number of optimizer steps"
 # By name: the losses that rank 0 uses in step 2, and the wrapper that is in no_sync().
 DEEDS = {
-    "second_left_out": ([0], None, LEFT_OUT),
-    "first_left_out": ([1], None, LEFT_OUT),
     "second_once_more": ([0, 1, 1], None, ONCE_MORE),
     "first_once_more": ([0, 0, 1], None, ONCE_MORE),
     "no_sync_of_the_second": ([0, 1], 1, LOCALLY),
@@ -244,6 +242,63 @@ def test_out_of_step_in_one_of_several_wrappers(ranks: RankPool, name: str) -> N
     ranks.run(2, _several, name)
 
 
+def _notices() -> list[str]:
+    texts: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logging.getLogger("apex.parallel.watch").addHandler(Keeps())
+    return texts
+
+
+def _off_by_one(rank: int, world: int) -> None:
+    """The synchronized micro-batch is the second of three, and the step follows the third."""
+    notices = _notices()
+    ddp = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(12):
+        with contextlib.nullcontext() if step % 3 == 1 else ddp.no_sync():
+            backward(ddp, rank, step)
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [text for text in notices if "outside of no_sync()" in text]
+    check_equal(len(said), 1 if rank == 0 else 0, f"notices in {notices}")
+    check_equal(len(notices), len(said), f"other notices in {notices}")
+
+
+def test_step_after_local_backward_on_every_rank_warns_once(ranks: RankPool) -> None:
+    ranks.run(2, _off_by_one)
+
+
+def _perturbs(rank: int, world: int) -> None:
+    """Sharpness-aware minimization, as in issue threads: perturbed by this rank's gradient."""
+    notices = _notices()
+    ddp = DistributedDataParallel(make(), message_size=20)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(20):
+        with ddp.no_sync():
+            backward(ddp, rank, step)
+        before = [p.detach().clone() for p in ddp.parameters()]
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.add_(p.grad, alpha=0.01)
+        optimizer.zero_grad()
+        backward(ddp, rank, step)
+        with torch.no_grad():
+            for p, value in zip(ddp.parameters(), before, strict=True):
+                p.copy_(value)
+        optimizer.step()
+    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
+    check_equal(notices, [], "notices")
+
+
+def test_sharpness_aware_minimization_is_silent(ranks: RankPool) -> None:
+    ranks.run(2, _perturbs)
+
+
 def _optimizers_for_one_step(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     kept = []
@@ -278,7 +333,6 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
     """The reports of wrappers differ, and a rank is late between them, long enough for the others
     to check the wrappers that they do not wait for."""
     wrappers = [DistributedDataParallel(torch.nn.Linear(6, 6)) for _ in range(2)]
-    optimizer = torch.optim.SGD([p for w in wrappers for p in w.parameters()], lr=0.0)
     error = None
     for step in range(5):
         for wrapper in wrappers:
@@ -288,8 +342,8 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
                 for parameter in wrappers[i].parameters():
                     parameter.detach().mul_(1)
         if skips and step == 3 and rank == 1:
-            optimizer.step()
-            optimizer.step()
+            for parameter in (p for w in wrappers for p in w.parameters()):
+                parameter.detach().add_(1)
         late = 1.0 if rank == 1 and step in (2, 3) else 0.0
         out = wrappers[1](Slow.apply(wrappers[0](batch(rank, step)), late))
         try:
@@ -298,7 +352,7 @@ def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool)
             error = caught
             break
     if skips:
-        raised("the ranks are out of step: rank 1 stepped an optimizer twice without a", error)
+        raised("the ranks are out of step: rank ", error)
     elif error is not None:
         raise error
 

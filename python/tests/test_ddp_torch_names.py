@@ -162,6 +162,7 @@ def _exhausted(rank: int, world: int) -> None:
     with raises(RuntimeError, "Detected at least one rank that exhausted inputs."):
         with ddp.join(throw_on_early_termination=True):
             for _ in range(2 + rank):
+                ddp.zero_grad()
                 ddp(torch.ones(1, 2)).sum().backward()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ddp_support import (
     check_step,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from apex.parallel import DistributedDataParallel
 
@@ -240,3 +242,33 @@ def _gradient_penalty(rank: int, world: int) -> None:
 
 def test_double_backward_averages(ranks: RankPool) -> None:
     ranks.run(2, _gradient_penalty)
+
+
+# --- other threads ---
+
+
+def _logs(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    asked, answered = threading.Event(), threading.Event()
+
+    def hook(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+        asked.set()
+        check(answered.wait(20), "the logging thread waits for backward")
+        return allreduce_hook(group, bucket)
+
+    def log() -> None:
+        asked.wait()
+        ddp.statistics()
+        check(not ddp.step_skipped and ddp.require_backward_grad_sync, "state")
+        check_equal(ddp.total_weight, 0.0, "total weight")
+        answered.set()
+
+    ddp.register_comm_hook(dist.group.WORLD, hook)
+    thread = threading.Thread(target=log, daemon=True)
+    thread.start()
+    ddp(torch.ones(1, 4)).sum().backward()
+    thread.join()
+
+
+def test_thread_that_logs_does_not_wait_for_a_backward_that_waits_for_it(ranks: RankPool) -> None:
+    ranks.run(2, _logs)

@@ -151,7 +151,7 @@ def test_other_weights_on_one_rank_torch_trains_on_and_apex_reports(
     if mistake == "step":
         for step, said, _, _ in ours:
             assert step == MISTAKE + 1
-            assert "the ranks are out of step: rank 1 stepped an optimizer twice" in said
+            assert "out of step: rank 1 made another number of optimizer steps" in said
     else:
         assert [(step, said) for step, said, _, _ in ours] == [(STEPS, "")] * 2
         (text,) = ours[0][2][:1]

@@ -19,6 +19,7 @@ from apex import amp
 from apex._internal import joining
 from apex._internal.not_served import INSTEAD, METHODS_OF_APEX
 from apex.parallel import DistributedDataParallel as DDP
+from apex.parallel import SyncBatchNorm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
@@ -42,6 +43,13 @@ def _overrides(name: str) -> Callable[[], Any]:
     return lambda: kind(nn.Linear(2, 2))
 
 
+def _joins_with(layer: nn.Module) -> None:
+    wrapped = DDP(nn.Sequential(layer, nn.Linear(2, 2)))
+    with wrapped.join():
+        for _ in range(2):
+            wrapped(torch.ones(2, 2)).sum().backward()
+
+
 WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel(mixed_precision=...)": lambda: DDP(
         nn.Linear(2, 2), mixed_precision=torch.bfloat16
@@ -57,6 +65,10 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
         f"a subclass of DistributedDataParallel with {name}()": _overrides(name)
         for name in METHODS_OF_APEX
     },
+    "DistributedDataParallel.join() with SyncBatchNorm": lambda: _joins_with(SyncBatchNorm(2)),
+    "DistributedDataParallel.join() with gradients kept between synchronized backwards": lambda: (
+        _joins_with(nn.Linear(2, 2))
+    ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": lambda: Join(
         [DDP(nn.Linear(2, 2))]
     ),
@@ -79,7 +91,7 @@ def _sentence(name: str) -> str:
 
 def _refuses(rank: int, world: int) -> None:
     for name, call in WITH_GROUP.items():
-        with raises(Exception, _sentence(name)):
+        with raises(Exception, _sentence(name).rstrip(".")):
             call()
     with raises(RuntimeError, _sentence(joining.WITH_AMP)):
         _joins("O1")

@@ -12,14 +12,14 @@
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
 #include <apex/interruption.h>
-#include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/checkpoint.h>
 #include <apex/parallel/comm_hook.h>
+#include <apex/parallel/detail/bucket_assignment.h>
+#include <apex/parallel/detail/model_sync.h>
+#include <apex/parallel/detail/output_tensors.h>
 #include <apex/parallel/distributed_data_parallel.h>
 #include <apex/parallel/guards.h>
 #include <apex/parallel/larc.h>
-#include <apex/parallel/model_sync.h>
-#include <apex/parallel/output_tensors.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sharded_optimizer.h>
 #include <apex/parallel/stall_report.h>

@@ -12,7 +12,6 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "optim/step_notice.h"
 
 namespace apex::amp {
 
@@ -159,7 +158,6 @@ bool LossScaler::step(torch::optim::Optimizer& optimizer, const std::function<vo
   stage = Stage::kStepped;
   if (options_.dynamic() && overflowed()) return false;
   step();
-  parallel::detail::report_step(optimizer, parallel::detail::Reporter::kLossScaler);
   return true;
 }
 

@@ -13,7 +13,6 @@
 
 #include <apex/error.h>
 
-#include "comm/announcer.h"
 #include "comm/collectives.h"
 #include "comm/separate_group.h"
 #include "comm/slices.h"
@@ -217,11 +216,6 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
 }
 
 void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
-  if (direction != Direction::kForward) {  // the module announces a forward
-    announce_collective(4 * channels + (direction == Direction::kBackward    ? 1
-                                        : tensor.scalar_type() == at::kFloat ? 2
-                                                                             : 3));
-  }
   c10d::ProcessGroup& group = *peers.group;
   if (uses_sockets(group, tensor)) {
     const at::Tensor gathered = all_gather(peers, tensor, direction, channels);

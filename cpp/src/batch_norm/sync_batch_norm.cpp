@@ -15,7 +15,6 @@
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "by_group.h"
-#include "comm/announcer.h"
 #include "torch_version.h"
 
 namespace apex::parallel {
@@ -256,17 +255,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() co
   if (options.this_rank_alone()) {
     return {};
   }
-  if (options.process_group() && announces_collectives()) {
-    throw InvalidArgument(
-        "SyncBatchNorm '" + layer_name +
-        "' with its own process_group is not supported under join(), because ranks without data "
-        "take part only in layers of the default process group; construct it without "
-        "process_group.");
-  }
   if (options.process_group()) {
     return options.process_group();
   }
-  announce_collective(4 * options.num_features());  // first: peers under join() create it too
   return group_of_all_ranks();
 }
 
@@ -285,35 +276,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   a.num_batches_tracked = num_batches_tracked;
   if (is_training()) {
     a.process_group = group_in_training();
-    if (!announces_collectives()) a.layer_name = layer_name;  // peers may not know it
+    a.layer_name = layer_name;
   }
   return sync_batch_norm(input, a, is_training());
-}
-
-void follow_sync_batch_norm(int64_t announced, at::Device device) {
-  const at::NoGradGuard no_grad;
-  const int64_t length = announced / 4;
-  const int64_t kind = announced % 4;
-  SyncBatchNormArguments nobody;
-  nobody.process_group = group_of_all_ranks();
-  const auto on = [&](at::ScalarType dtype) { return at::TensorOptions(dtype).device(device); };
-  const at::Tensor empty = at::empty({0, length}, on(at::kFloat));
-  if (kind == 0) {
-    sync_batch_norm(empty, nobody);
-    return;
-  }
-  const std::string peers = process_group_name(nobody.process_group);
-  with_own_errors([&] {
-    if (kind != 1) {
-      return detail::call_all_reduce_sum(
-          at::zeros({length}, on(kind == 2 ? at::kFloat : at::kDouble)), peers, "");
-    }
-    const at::Tensor ones = at::ones({length}, on(at::kDouble));
-    const at::Tensor count = at::ones({1}, on(at::kLong));
-    const detail::OutputMask input{true};
-    return std::get<0>(detail::call(
-        detail::BackwardArguments{empty, empty, std::nullopt, ones, ones, count, input, peers}));
-  });
 }
 
 void name_layers(torch::nn::Module& model) {

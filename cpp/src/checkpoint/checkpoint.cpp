@@ -23,7 +23,7 @@
 #include <apex/distributed/collectives.h>
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 
 #include "error_text.h"
 #include "plain_text.h"

@@ -7,7 +7,7 @@
 
 #include <ATen/Functions.h>
 
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 
 #include "comm/collectives.h"
 #include "comm/separate_group.h"

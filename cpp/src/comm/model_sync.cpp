@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 
 #include <algorithm>
 #include <cstring>

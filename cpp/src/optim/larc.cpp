@@ -13,8 +13,6 @@
 
 #include <apex/error.h>
 
-#include "optim/step_notice.h"
-
 namespace apex::parallel {
 namespace {
 
@@ -99,7 +97,6 @@ at::Tensor LARC::step(const Optimizer::LossClosure& closure) {
     adapt(decays);
     return evaluated;
   });
-  detail::report_step(optimizer_, detail::Reporter::kItself);
   return loss;
 }
 

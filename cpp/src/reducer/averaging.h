@@ -42,7 +42,8 @@ inline bool nccl_averages_well(at::ScalarType dtype, int64_t world_size) {
 
 /// The factors for a bucket. The collective divides if it can and rounds well; otherwise the sum is
 /// divided, see Note [Averages in low precision].
-/// @param divisor     number of ranks to divide by; under join() it may exclude ranks without data.
+/// @param divisor     number of ranks to divide by. Under join() it may exclude ranks without data,
+///                    and is known after the sum.
 /// @param world_size  number of ranks by which a reduction that averages divides.
 /// @param total_weight  of all ranks, with the option weighted: see Note [Weighted means].
 inline Averaging averaging_of(const ReducerOptions& options, const ReductionTraits& traits,

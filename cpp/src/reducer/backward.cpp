@@ -105,7 +105,6 @@ void Backward::gradient_ready(size_t index) {
                 "start one");
   }
   GradientState& gradient = pass_.gradients[index];
-  reporter_.tracker.gradient_arrived(/*synchronized=*/true);
   // Each rank has its own gradient, so each rank has written other values. An optimizer's fused
   // kernels do not change the version; refuse_early_step() detects those.
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
@@ -120,6 +119,7 @@ void Backward::gradient_ready(size_t index) {
         "the ranks again: clear gradients (zero_grad) between synchronized backwards, or "
         "accumulate under no_sync().");
   }
+  if (gradient.stale && context_.join.active) reporter_.keeps_gradients = true;
   gradient.last_fired = ++pass_.clock;
   if (book_.current() != nullptr) count_down(index);
 }
@@ -164,7 +164,7 @@ void Backward::count_down(size_t index) {
 }
 
 void Backward::launch_ready() {
-  if (context_.options.delay_allreduce || context_.owes_end || context_.launches_at_end) return;
+  if (context_.options.delay_allreduce || context_.launches_at_end) return;
   auto& entries = plan().entries;
   const size_t end = plan().plain_buckets();
   while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
@@ -290,25 +290,22 @@ Recording Backward::recording() const {
 void Backward::record(const std::function<void()>& meanwhile) {
   const StepTable& table = reporter_.receive(meanwhile);
   refuse(table);
+  if (context_.join.over) return;
   if (!table.same_settings()) {
     pass_.refused = true;
     reporter_.refuse_settings(context_.describe_settings());
   }
-  if (context_.options.check_steps.value_or(context_.members.control_device().is_cpu()))
-    pass_.out_of_step = reporter_.compare(table);
   pass_.skipped = table.skipped();
   pass_.used_by_any = table.used_by_any();
   reporter_.trainable = table.trainable_set();
   if (table.all_left()) leave_behind();
   const Recording mine = recording();
-  const Recording agreed = context_.monitor.open([&] {
-    const Membership& members = context_.members;
-    const ControlMessage maximum =
-        members.all_reduce("exchange of recorded gradients", encode(mine), c10d::ReduceOp::MAX);
-    const ControlMessage order =
-        members.broadcast("broadcast of the bucket order", encode_order(mine));
-    return decode(maximum.wait(), order.wait(), pass_.used_by_any);
-  });
+  const Membership& members = context_.members;
+  const ControlMessage maximum =
+      members.all_reduce("exchange of recorded gradients", encode(mine), c10d::ReduceOp::MAX);
+  const ControlMessage order =
+      members.broadcast("broadcast of the bucket order", encode_order(mine));
+  const Recording agreed = decode(maximum.wait(), order.wait(), pass_.used_by_any);
   make_plan(mine, agreed);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
@@ -319,10 +316,8 @@ void Backward::record(const std::function<void()>& meanwhile) {
 /// collide with later messages.
 void Backward::leave_behind() {
   if (Plan* left = book_.sends_by()) {
-    context_.monitor.open([&] {
-      for (PlannedBucket& entry : left->entries)
-        entry.reduction->wait("exchange by the plan that was left", {});
-    });
+    for (PlannedBucket& entry : left->entries)
+      entry.reduction->wait("exchange by the plan that was left", {});
     left->reset();
   }
   book_.leave(ReasonToLeave::kRebuildBuckets);  // also on a rank without data
@@ -377,6 +372,13 @@ void Backward::make_plan(const Recording& mine, const Recording& agreed) {
 // --- receiving ---
 
 void Backward::refuse(const StepTable& table) {
+  if (UnevenInputs& join = context_.join; join.active) {
+    const int64_t with_data = table.ranks_with_data();
+    join.over = with_data == 0;
+    join.last = table.last_with_data();
+    join.followed = join.without_data;
+    if (join.by_ranks_with_data && !join.over) context_.divisor = with_data;
+  }
   try {
     reporter_.refuse(table);
   } catch (...) {
@@ -440,10 +442,7 @@ void Backward::reduce_sparse() {
                      context_.members.size, context_.total_weight);
     at::Tensor sum =
         sparse_gradient(variable, plan.places[i].sparse_dim).mul(factors.before).coalesce();
-    if (!context_.members.alone()) {
-      sum = context_.monitor.open(
-          [&] { return sparse_all_reduce(sum, context_.members.group_of(0)); });
-    }
+    if (!context_.members.alone()) sum = sparse_all_reduce(sum, context_.members.group_of(0));
     if (factors.after != 1.0) scale_in_place(sum, factors.after);
     if (has_no_weight()) sum.zero_();
     variable.mutable_grad() = sum;
@@ -467,11 +466,12 @@ void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slot
 }
 
 void Backward::complete(const std::function<void()>& meanwhile) {
-  if (reporter_.without_data && book_.current() != nullptr && context_.reads_reports()) {
+  if (context_.join.without_data && book_.current() != nullptr) {
     const StepTable& table = reporter_.receive(meanwhile);
     if (table.all_left()) leave_behind();
   }
   if (book_.current() == nullptr) record(meanwhile);
+  if (book_.current() == nullptr) return;  // no rank has data for a plan
   judge(meanwhile);
   Plan& plan = this->plan();
   for (size_t b = 0; b < plan.entries.size(); ++b) complete_entry(plan.entries[b], b, meanwhile);
@@ -481,7 +481,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     context_.statistics.add(&ReducerStatistics::usage_reads);
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.receive();
-    if (!pass_.recorded) pass_.out_of_step = reporter_.compare(table);
+    pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
 }
@@ -552,10 +552,10 @@ void Backward::conclude() {
     book_.served(reporter_.trainable, pass_.demanded);
     std::rethrow_exception(failure);
   }
+  if (book_.current() == nullptr) return drop_messages();
   if (pass_.skipped) call_off();
   for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
-  sample_parameters();
   const bool recorded = plan().backwards <= 1;
   plan().reset();
   context_.enter(Phase::kIdle);
@@ -563,7 +563,7 @@ void Backward::conclude() {
   context_.parameters_changed = false;
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
   if (pass_.skipped && recorded) book_.forget();
-  context_.statistics.add(&ReducerStatistics::backwards);
+  if (!context_.join.over) context_.statistics.add(&ReducerStatistics::backwards);
   state_.clock.ended(context_.statistics);
   pass_.rethrow();
 }
@@ -578,12 +578,11 @@ void Backward::call_off() {
   }
   if (Plan* plan = book_.current()) plan->holds_gradients = false;
   pass_.non_finite.clear();
-  reporter_.tracker.backward_skipped();
   context_.statistics.add(&ReducerStatistics::steps_skipped);
 }
 
 void Backward::remember_reduced() {
-  if (!context_.leaves_sums() && !context_.joining) return;
+  if (!context_.leaves_sums() && !context_.join.active) return;
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     const at::Tensor& grad = parameter.variable.grad();
@@ -592,20 +591,6 @@ void Backward::remember_reduced() {
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
     parameter.reduced_version = grad._version();
   }
-}
-
-/// Samples parameters after the first backward with a plan. That is the same backward on every
-/// rank.
-void Backward::sample_parameters() {
-  if (plan().number == reporter_.tracker.sampled_plan() || context_.members.alone() ||
-      !context_.options.check_steps.value_or(true)) {
-    return;
-  }
-  std::vector<at::Tensor> parameters;
-  for (size_t i = 0; i < plan().places.size(); ++i) {
-    if (plan().places[i].is_planned()) parameters.push_back(context_.parameters[i].variable);
-  }
-  reporter_.tracker.sample(plan().number, parameters);
 }
 
 void Backward::fail() noexcept {
@@ -652,7 +637,7 @@ void Backward::drop_messages() noexcept {
     plan->reset();
   }
   state_.clock.dropped();
-  if (context_.phase != Phase::kFailed) context_.enter(Phase::kIdle);
+  if (in_backward(context_.phase)) context_.enter(Phase::kIdle);
 }
 
 }  // namespace apex::parallel::detail

@@ -4,6 +4,7 @@
 /// One synchronized backward of one reducer, from its first gradient until all gradients are
 /// averages.
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -27,12 +28,12 @@ struct ReducerState {
         book(context),
         reporter(context) {}
 
-  ReducerContext context;  ///< its monitor guards all members below
+  ReducerContext context;  ///< its mutex guards all members below
   PlanBook book;
   StepReporter reporter;
   StepClock clock;
 
-  bool step_skipped = false;  ///< in the last synchronized backward
+  std::atomic<bool> step_skipped{false};  ///< in the last synchronized backward
 };
 
 /// One synchronized backward. The phase is kRunning until send(), kEnding until complete(). If
@@ -96,7 +97,6 @@ class Backward {
   void drop_messages() noexcept;
   void call_off();
   void remember_reduced();
-  void sample_parameters();
 
   ReducerState& state_;
   ReducerContext& context_;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -41,17 +42,15 @@ void BatchWeight::leave() noexcept {
   tensor_.reset();
 }
 
-void BatchWeight::backward_began() {
-  if (!entered_) {
-    missing_ = true;
-  } else if (!counted_) {
-    counted_ = true;
-    if (number_) {
-      numbers_.push_back(*number_);
-    } else {
-      on_device_.push_back(tensor_);
-    }
+bool BatchWeight::backward_began() {
+  if (!entered_) return !std::exchange(missing_, true);
+  if (std::exchange(counted_, true)) return false;
+  if (number_) {
+    numbers_.push_back(*number_);
+  } else {
+    on_device_.push_back(tensor_);
   }
+  return true;
 }
 
 double BatchWeight::value() const {

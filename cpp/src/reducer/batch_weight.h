@@ -35,8 +35,10 @@ class BatchWeight {
   void enter(double weight);
   void leave() noexcept;
 
-  /// A backward has reached parameters. Several backwards of the same samples count once.
-  void backward_began();
+  /// A backward has reached parameters. Several backwards of the same samples count once. Returns
+  /// whether this one counts. If it fails without synchronization, the caller restores an earlier
+  /// copy of this object.
+  bool backward_began();
   /// The total weight. NaN if a backward had samples without a weight. A negative or non-finite
   /// weight makes the total invalid, whatever the other weights are. May wait for a device.
   double value() const;

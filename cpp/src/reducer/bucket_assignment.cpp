@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/detail/bucket_assignment.h>
 
 #include <algorithm>
 #include <limits>

@@ -75,7 +75,7 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
 
 void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
            ReducerContext& context) {
-  context.monitor.open([&] { entry.reduction->start(entry.message, tensor, what); });
+  entry.reduction->start(entry.message, tensor, what);
 }
 
 }  // namespace
@@ -126,14 +126,14 @@ void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerCont
 void let_next_pass(PlannedBucket& entry, size_t index, ReducerContext& context) {
   if (!entry.reduction->holds_back_next()) return;
   const std::string what = describe_bucket(entry, index, context);
-  context.monitor.open([&] { entry.reduction->wait(what, {}); });
+  entry.reduction->wait(what, {});
 }
 
 void await_bucket(PlannedBucket& entry, size_t index, const std::function<void()>& meanwhile,
                   ReducerContext& context) {
   const c10::OptionalDeviceGuard guard(entry.message.device());
   const std::string what = name_of(entry, index, context);
-  context.monitor.open([&] { entry.reduction->wait(what, meanwhile); });
+  entry.reduction->wait(what, meanwhile);
 }
 
 void hand_out_bucket(PlannedBucket& entry, const BackwardPass& pass, ReducerContext& context) {

@@ -2,7 +2,7 @@
 #pragma once
 
 /// The steps of a bucket in a backward: launch, wait, and hand out. All run on the thread that
-/// holds the reducer's Monitor::Change.
+/// holds the reducer's mutex.
 
 #include <functional>
 #include <vector>

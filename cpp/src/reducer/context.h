@@ -3,21 +3,30 @@
 
 /// The state that all parts of a reducer share.
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include <apex/parallel/reducer.h>
 
 #include "comm/membership.h"
-#include "reducer/monitor.h"
 #include "reducer/parameter_table.h"
 #include "reducer/phase.h"
 #include "reducer/reduction.h"
 #include "reducer/statistics.h"
+#include "reducer/uneven_inputs.h"
 
 namespace apex::parallel::detail {
+
+// Note [Who may touch a reducer]
+//
+// One thread at a time uses a reducer. It holds the mutex while it waits for other ranks, even for
+// a rank that has died, and while it runs a communication hook, which may call the reducer again on
+// the same thread. So no other thread may wait for the mutex only to look at the reducer: what may
+// be read at any time is atomic or constant, and the report of a stall uses try_lock().
 
 struct ReducerContext {
   ReducerContext(std::vector<NamedTensor> tensors, std::vector<GroupPtr> groups,
@@ -34,16 +43,13 @@ struct ReducerContext {
   const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
   StatisticsCounter statistics;
-  int64_t plans_built = 0;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
-  Monitor monitor;              ///< guards the mutable members here, and all parts of the reducer
-  int64_t divisor;              ///< of the average: the number of ranks, or of ranks with data
-  double total_weight = 0;      ///< of all ranks, with the option weighted
-  bool joining = false;         ///< between begin_join() and end_join()
-  Phase phase = Phase::kIdle;
-  /// Under join(): the end of the backward in progress must be announced before its buckets are
-  /// launched, so that the order is the same on ranks without data.
-  bool owes_end = false;
+  /// Guards the mutable members here that are not atomic, and all parts of the reducer.
+  mutable std::recursive_mutex mutex;
+  int64_t divisor;  ///< of the average: the number of ranks, or of ranks with data
+  std::atomic<double> total_weight{0};  ///< of all ranks, with the option weighted
+  UnevenInputs join;
+  std::atomic<Phase> phase{Phase::kIdle};
   bool launches_at_end = false;  ///< see Note [Several reducers on one channel]
   bool parameters_changed =
       false;  ///< were frozen or unfrozen since the last synchronized backward
@@ -53,7 +59,7 @@ struct ReducerContext {
   bool reads_reports() const {
     return !members.alone() && (members.device.is_cpu() || options.check_steps.value_or(false) ||
                                 options.skip_failed_steps || options.weighted ||
-                                options.replica_check_every.value_or(0) > 0 || joining);
+                                options.replica_check_every.value_or(0) > 0 || join.active);
   }
 
   /// Whether a gradient that is reduced twice would be multiplied by the number of ranks.
@@ -65,9 +71,11 @@ struct ReducerContext {
                 : std::string("no communication hook");
   }
 
+  using Lock = std::lock_guard<std::recursive_mutex>;
+
   void enter(Phase next) {
     TORCH_INTERNAL_ASSERT(may_follow(phase, next), "apex reducer: phase ", static_cast<int>(next),
-                          " after ", static_cast<int>(phase));
+                          " after ", static_cast<int>(phase.load()));
     phase = next;
   }
   void fail() {

@@ -71,29 +71,29 @@ BackwardPass open_pass(ReducerState& state) {
   ReducerContext& context = state.context;
   ParameterTable& parameters = context.parameters;
   BackwardPass pass(parameters.size());
-  bool changed = false;
-  bool touched_changed = false;
+  bool written = false;
+  bool written_locally = false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     Parameter& parameter = parameters[i];
     const at::Tensor& grad = parameter.variable.grad();
     const bool owned = parameters.owns(parameter);
     if (owned) {
       const uint32_t version = version_of(parameter.variable);
-      changed = changed || version != parameter.seen_version;
-      touched_changed =
-          touched_changed || (parameter.touched && version != parameter.touched_version);
+      written = written || version != parameter.seen_version;
+      written_locally =
+          written_locally || (parameter.touched && version != parameter.touched_version);
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
     pass.accumulated = pass.accumulated || parameter.touched;
     // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
-    if (!context.leaves_sums() && !context.joining) continue;
+    if (!context.leaves_sums() && !context.join.active) continue;
     pass.gradients[i].stale = parameter.holds_reduced();
   }
-  if (context.leaves_sums()) find_cleared(parameters, pass.gradients);
+  if (context.leaves_sums() || context.join.active) find_cleared(parameters, pass.gradients);
   state.reporter.backward_began();
-  state.reporter.tracker.backward_began(changed, touched_changed);
+  state.reporter.tracker.backward_began(written, written_locally);
   return pass;
 }
 

@@ -109,7 +109,8 @@ void ParameterTable::check_trainable(int rank) const {
   }
 }
 
-void ParameterTable::hook(int rank, const MakeHook& make_hook) {
+bool ParameterTable::hook(int rank, const MakeHook& make_hook) {
+  bool grew = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     parameter.trainable = parameter.variable.requires_grad();
@@ -123,9 +124,11 @@ void ParameterTable::hook(int rank, const MakeHook& make_hook) {
     const AccumulatorPtr accumulator = accumulator_of(parameter.variable);
     if (accumulator == parameter.accumulator) continue;
     if (parameter.accumulator) parameter.accumulator->del_post_hook(parameter.hook);
+    grew = grew || !parameter.accumulator;
     parameter.accumulator = accumulator;
     parameter.hook = parameter.accumulator->add_post_hook(make_hook(i));
   }
+  return grew;
 }
 
 void ParameterTable::unhook() {
@@ -195,10 +198,6 @@ void ParameterTable::own_orphans(const Parameter& parameter) {
     const void* none = nullptr;
     one.owner->compare_exchange_strong(none, self_);
   }
-}
-
-void ParameterTable::forget_versions() {
-  for (Parameter& parameter : parameters_) parameter.seen_version = version_of(parameter.variable);
 }
 
 }  // namespace apex::parallel::detail

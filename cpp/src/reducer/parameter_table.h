@@ -14,8 +14,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <apex/parallel/bucket_assignment.h>
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/bucket_assignment.h>
+#include <apex/parallel/detail/model_sync.h>
 
 #include "reducer/parameter_owner.h"
 #include "torch_version.h"
@@ -97,8 +97,9 @@ class ParameterTable {
   void check_trainable(int rank) const;
 
   /// Records the properties of each parameter, and hooks trainable parameters without a hook. A
-  /// frozen parameter stays hooked, because an older graph may still give it a gradient.
-  void hook(int rank, const MakeHook& make_hook);
+  /// frozen parameter stays hooked, because an older graph may still give it a gradient. Returns
+  /// whether there are more hooked parameters than before.
+  bool hook(int rank, const MakeHook& make_hook);
   void unhook();
   bool ever_trainable() const { return ever_trainable_; }
 
@@ -124,8 +125,10 @@ class ParameterTable {
   void own_orphans(const Parameter& parameter);
   bool retired() const { return retired_.load(); }
 
-  /// Resets the versions that later comparisons use to the current ones.
-  void forget_versions();
+  /// Writes before this call are not seen.
+  void forget_versions() {
+    for (Parameter& one : parameters_) one.seen_version = version_of(one.variable);
+  }
 
  private:
   std::vector<NamedTensor> named_;

@@ -107,7 +107,6 @@ void Plan::expect(const std::vector<bool>& trainable, bool static_graph) {
 void build_entries(Plan& plan, ReducerContext& context) {
   const auto& buckets = plan.buckets.buckets;
   plan.entries.clear();
-  plan.number = ++context.plans_built;
   plan.holds_gradients = false;
   plan.has_sparse = false;
   for (Place& place : plan.places) {

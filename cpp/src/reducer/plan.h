@@ -12,7 +12,7 @@
 
 #include <c10/core/Stream.h>
 
-#include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/detail/bucket_assignment.h>
 
 #include "reducer/averaging.h"
 #include "reducer/context.h"
@@ -66,7 +66,6 @@ struct Plan {
   bool carries_report = false;   ///< the report follows the gradients of the last bucket
   bool watches_demand = false;   ///< buckets on demand may get a gradient
   bool has_sparse = false;       ///< some gradients are sparse
-  int64_t number = 0;            ///< among the reducer's plans, from 1
   int64_t backwards = 0;         ///< number of backwards with this plan
   bool holds_gradients = false;  ///< its messages are those of the last backward
   int64_t kinds = 0;             ///< of the parameters, see ParameterTable

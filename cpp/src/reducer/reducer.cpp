@@ -18,6 +18,7 @@
 
 namespace apex::parallel {
 
+using detail::ReducerControl;
 using detail::ReducerState;
 
 namespace {
@@ -134,81 +135,75 @@ void Reducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
     state.context.hook = std::move(hook);
   });
 }
-void Reducer::rebuild_buckets() {
+void ReducerControl::rebuild_buckets() {
   core_->between_backwards("rebuild_buckets()", [&](ReducerState&) {
     core_->leave_plan(ReasonToLeave::kRebuildBuckets);
   });
 }
-c10::intrusive_ptr<c10d::ProcessGroup> Reducer::communicator() const {
-  return core_->read([](const ReducerState& state) {
+c10::intrusive_ptr<c10d::ProcessGroup> ReducerControl::communicator() const {
+  return core_->locked([](const ReducerState& state) {
     const Membership& members = state.context.members;
     return members.released() ? nullptr : members.control();
   });
 }
-ReducerOptions Reducer::options() const {
-  return core_->read([](const ReducerState& state) { return state.context.options; });
-}
-std::optional<BucketPlan> Reducer::plan() const {
-  return core_->read([](const ReducerState& state) {
+ReducerOptions ReducerControl::options() const { return core_->state().context.options; }
+std::optional<BucketPlan> ReducerControl::plan() const {
+  return core_->locked([](const ReducerState& state) {
     const detail::Plan* plan = state.book.current();
     return plan != nullptr ? std::optional<BucketPlan>(plan->buckets) : std::nullopt;
   });
 }
-std::vector<at::Tensor> Reducer::buffers() const { return core_->buffers(); }
-const std::vector<NamedTensor>& Reducer::parameters() const { return core_->parameters(); }
-ReducerStatistics Reducer::statistics() const {
-  return core_->read([](const ReducerState& state) { return state.context.statistics.get(); });
-}
-void Reducer::release() { core_->release(); }
+std::vector<at::Tensor> ReducerControl::buffers() const { return core_->buffers(); }
+const std::vector<NamedTensor>& ReducerControl::parameters() const { return core_->parameters(); }
+ReducerStatistics Reducer::statistics() const { return core_->state().context.statistics.get(); }
+void ReducerControl::release() { core_->release(); }
 
-void Reducer::begin_join(bool divide_by_initial_world_size) {
-  const auto announce = [weak = std::weak_ptr<detail::ReducerCore>(core_)](int64_t argument) {
-    if (const auto core = weak.lock())
-      core->uneven_inputs().announce({JoinEvent::kCustom, argument});
-  };
-  core_->between_backwards("begin_join()", [&](ReducerState&) {
-    core_->uneven_inputs().begin(divide_by_initial_world_size, announce);
+void ReducerControl::begin_join(bool divide_by_initial_world_size,
+                                bool throw_on_early_termination) {
+  core_->between_backwards("begin_join()", [&](ReducerState& state) {
+    detail::UnevenInputs& join = state.context.join;
+    if (join.active) {
+      throw Error(
+          "join() was entered inside another join(): wrap modules that are trained together in one "
+          "DistributedDataParallel, or train them in separate loops");
+    }
+    join.active = true;
+    join.by_ranks_with_data = !divide_by_initial_world_size;
+    join.throws = throw_on_early_termination;
   });
 }
-void Reducer::end_join() {
-  core_->uneven_inputs().follow();
-  core_->change([this](ReducerState& state) {
-    core_->uneven_inputs().end();
+
+void ReducerControl::end_join(const std::vector<at::Tensor>& tensors) {
+  detail::ReducerContext& context = core_->state().context;
+  if (!context.join.active || context.members.alone()) return leave_join();
+  try {
+    while (!context.join.over) core_->shadow_backward();
+    if (const int64_t last = context.join.last; last >= 0) {
+      const auto& group = context.members.parent;
+      broadcast_coalesced(tensors, group, last, kBroadcastBytes,
+                          "broadcast of parameters and buffers at the end of join()");
+      // A barrier: no rank continues, or exits, before every rank has received the broadcasts.
+      const at::Device device = tensors.empty() ? at::Device(at::kCPU) : tensors.front().device();
+      all_reduce_coalesced({at::zeros({1}, device)}, group, 1.0, "end of join()");
+    }
+  } catch (...) {
+    leave_join();
+    throw;
+  }
+  leave_join();
+}
+
+void ReducerControl::leave_join() noexcept {
+  core_->locked([](ReducerState& state) {
+    state.context.join = {};
+    state.context.divisor = state.context.members.size;
     // Ranks without data had other events than the others.
     state.reporter.tracker.forget();
     state.context.parameters.forget_versions();
   });
 }
-JoinEvent Reducer::announce(JoinEvent::Kind kind, int64_t argument) {
-  return core_->uneven_inputs().announce({kind, argument});
-}
-JoinEvent Reducer::await_event() { return core_->uneven_inputs().await_event(); }
-void Reducer::shadow_backward_begin(const JoinEvent& event) { core_->shadow_backward_begin(event); }
-void Reducer::shadow_backward_end() { core_->shadow_backward_end(); }
-int64_t Reducer::last_with_data(bool followed) const {
-  return core_->uneven_inputs().last_with_data(followed);
-}
 
-int64_t Reducer::follow_until_end(const std::function<void(const JoinEvent&)>& on_event) {
-  bool followed = false;
-  for (JoinEvent event = await_event(); event.kind != JoinEvent::kEnd; event = await_event()) {
-    followed = true;
-    if (event.kind == JoinEvent::kBackward) {
-      shadow_backward_begin(event);
-      if (event.end_follows) {
-        while ((event = await_event()).kind != JoinEvent::kBackwardEnd) on_event(event);
-      }
-      shadow_backward_end();
-    } else if (event.kind == JoinEvent::kForward || event.kind == JoinEvent::kCustom) {
-      if (event.kind == JoinEvent::kForward) prepare_for_forward();
-      on_event(event);
-    }
-  }
-  end_join();
-  return last_with_data(followed);
-}
-
-void Reducer::release_all() {
+void ReducerControl::release_all() {
   for (const auto& core : detail::all_reducers()) {
     try {
       core->release();
@@ -222,7 +217,7 @@ void Reducer::release_all() {
 
 at::Tensor Reducer::skip_step() {
   core_->prepare_for_forward();  // there may be no forward before the backward
-  core_->change([](ReducerState& state) {
+  core_->locked([](ReducerState& state) {
     refuse_to_skip(state.context);
     state.reporter.wants_skip = true;
   });
@@ -236,53 +231,45 @@ at::Tensor Reducer::skip_step() {
   return loss;
 }
 
-bool Reducer::step_skipped() const {
-  return core_->read([](const ReducerState& state) { return state.step_skipped; });
-}
+bool Reducer::step_skipped() const { return core_->state().step_skipped; }
 
-void Reducer::begin_weight(const at::Tensor& weight) {
-  core_->change([&](ReducerState& state) {
+void ReducerControl::begin_weight(const at::Tensor& weight) {
+  core_->locked([&](ReducerState& state) {
     refuse_weight(state.context);
     state.reporter.weight.enter(weight);
   });
 }
 
-void Reducer::begin_weight(double weight) {
-  core_->change([&](ReducerState& state) {
+void ReducerControl::begin_weight(double weight) {
+  core_->locked([&](ReducerState& state) {
     refuse_weight(state.context);
     state.reporter.weight.enter(weight);
   });
 }
 
-void Reducer::end_weight() noexcept {
-  core_->change([](ReducerState& state) { state.reporter.weight.leave(); });
+void ReducerControl::end_weight() noexcept {
+  core_->locked([](ReducerState& state) { state.reporter.weight.leave(); });
 }
 
-void Reducer::take_weight(Reducer& other) {
+void ReducerControl::take_weight(Reducer& other) {
   detail::BatchWeight weight;
-  other.core_->change([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
-  core_->change([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
+  other.core_->locked([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
+  core_->locked([&](ReducerState& state) { std::swap(state.reporter.weight, weight); });
 }
 
-double Reducer::total_weight() const {
-  return core_->read([](const ReducerState& state) { return state.context.total_weight; });
-}
+double ReducerControl::total_weight() const { return core_->state().context.total_weight; }
 
-void Reducer::check_replicas_next() {
-  core_->note([](ReducerState& state) { state.reporter.replicas.compare_all_next(); });
-}
+void ReducerControl::check_replicas_next() { core_->state().reporter.replicas.compare_all_next(); }
 
-void Reducer::optimizer_steps(const std::vector<at::Tensor>& parameters) {
+void ReducerControl::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {
-    core->read([&](const ReducerState& state) { refuse_early_step(state.context, parameters); });
+    refuse_early_step(core->state().context, parameters);
   }
 }
 
-void Reducer::optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer) {
-  for (const auto& core : detail::owners_of(parameters)) {
-    // Not change(): a communication hook may wait for this thread.
-    core->note([&](ReducerState& state) { state.reporter.tracker.optimizer_stepped(optimizer); });
-  }
+void ReducerControl::optimizer_stepped(const std::vector<at::Tensor>& parameters) {
+  for (const auto& core : detail::owners_of(parameters))
+    core->state().reporter.tracker.optimizer_stepped();
 }
 
 }  // namespace apex::parallel

@@ -86,8 +86,7 @@ std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor
 
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                          ReducerOptions options)
-    : state_(std::move(parameters), std::move(groups), std::move(options), this),
-      uneven_(context(), this) {}
+    : state_(std::move(parameters), std::move(groups), std::move(options), this) {}
 
 ReducerCore::~ReducerCore() {
   BackwardSession::drop(this);
@@ -114,7 +113,7 @@ void ReducerCore::begin() {
   static std::once_flag described;
   std::call_once(described, [] { add_state_reader(describe_reducers); });
   BackwardSession::add(shared_from_this());
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   context().parameters.forget_versions();
   context().parameters.own_all();
   hook_parameters();
@@ -123,21 +122,29 @@ void ReducerCore::begin() {
 void ReducerCore::hook_parameters() {
   if (!context().parameters.empty())
     context().members.device = context().parameters[0].variable.device();
-  context().parameters.hook(context().members.rank, [this](size_t index) {
+  const bool grew = context().parameters.hook(context().members.rank, [this](size_t index) {
     return make_gradient_hook(weak_from_this(), index);
   });
+  const ReducerOptions& options = context().options;
+  if (!grew || context().members.alone() ||
+      !options.check_steps.value_or(context().members.device.is_cpu()))
+    return;
+  std::vector<at::Tensor> hooked;
+  for (const Parameter& parameter : context().parameters) {
+    if (parameter.accumulator) hooked.push_back(parameter.variable);
+  }
+  state_.reporter.tracker.sample(hooked);
 }
 
 // --- called by the user ---
 
 void ReducerCore::refuse_in_backward(const char* what) const {
-  const Read read(context().monitor);
   if (in_backward(context().phase))
     throw Error(std::string(what) + " was called while a backward is running");
 }
 
 void ReducerCore::prepare_for_forward() {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   if (in_backward(context().phase) || !context().parameters.changed()) return;
   context().parameters_changed = true;
   // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
@@ -171,8 +178,9 @@ void ReducerCore::leave_plan(ReasonToLeave reason) {
 }
 
 void ReducerCore::release() {
+  refuse_in_backward("release()");  // without the lock, which a backward may hold for long
+  const Lock lock(context().mutex);
   refuse_in_backward("release()");
-  const Change change(context().monitor);
   if (context().phase == Phase::kReleased) return;
   state_.book.forget();
   state_.reporter.drop();
@@ -182,7 +190,7 @@ void ReducerCore::release() {
 }
 
 std::vector<at::Tensor> ReducerCore::buffers() {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   std::vector<at::Tensor> buffers;
   Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
@@ -197,42 +205,36 @@ std::vector<at::Tensor> ReducerCore::buffers() {
 
 // --- a backward without autograd ---
 
-void ReducerCore::shadow_backward_begin(const JoinEvent& event) {
-  refuse_in_backward("shadow_backward_begin()");
-  const Change change(context().monitor);
-  // Gradients that the other ranks have cleared, or average among themselves, must not count here.
-  // But gradients that were never reduced must count.
-  const bool counts = uneven_.counts_kept(event);
-  for (Parameter& parameter : context().parameters) {
-    if (!counts && !parameter.touched) parameter.variable.mutable_grad() = at::Tensor();
-  }
-  BackwardPass pass = open_pass(state_);
-  state_.reporter.without_data = true;
-  choose_plan();
-  by_hand_ = std::make_shared<BackwardSession>();
-  by_hand_->join(shared_from_this());
-  session_ = by_hand_.get();
-  backward_ = std::make_unique<Backward>(state_, std::move(pass));
-  Plan* plan = state_.book.current();
-  if (plan == nullptr) return;
-  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // no gradient is waited for
-  if (!event.end_follows) backward_->launch_ready();
-}
-
-void ReducerCore::shadow_backward_end() {
-  std::shared_ptr<BackwardSession> session;
+void ReducerCore::shadow_backward() {
+  refuse_in_backward("end_join()");
+  prepare_for_forward();
+  const auto session = std::make_shared<BackwardSession>();
+  const UnevenInputs& join = context().join;
+  std::vector<std::pair<Parameter*, at::Tensor>> kept;  // restored if no rank has data
   {
-    const Change change(context().monitor);
-    session = std::move(by_hand_);
+    const Lock lock(context().mutex);
+    context().join.without_data = true;
+    // Gradients that the other ranks have cleared must not count here. But gradients that were
+    // never reduced must count.
+    for (Parameter& parameter : context().parameters) {
+      if (parameter.touched) continue;
+      at::Tensor& grad = parameter.variable.mutable_grad();
+      const bool overwritten = context().options.gradient_as_bucket_view && grad.defined();
+      kept.emplace_back(&parameter, overwritten && !join.followed ? grad.detach().clone() : grad);
+      grad = at::Tensor();
+    }
+    begin_backward(session);
   }
-  if (!session) throw Error("a backward was ended that had not begun");
   session->end();
+  if (!join.over) return;
+  const Lock lock(context().mutex);
+  for (const auto& [parameter, grad] : kept) parameter->variable.mutable_grad() = grad;
 }
 
 // --- called by autograd ---
 
 void ReducerCore::own_parameters() {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   if (!in_backward(context().phase)) context().parameters.own_all();
 }
 
@@ -248,6 +250,17 @@ void ReducerCore::forget_cleared_weights() {
   if (touched && !kept) state_.reporter.weight.reset();
 }
 
+/// Counts the weight of a backward without synchronization, unless the backward fails: its
+/// gradients are not part of an accumulation then.
+void ReducerCore::weigh_local_backward(BackwardSession& session) {
+  const BatchWeight before = state_.reporter.weight;
+  if (!state_.reporter.weight.backward_began()) return;
+  session.if_abandoned([before, weak = weak_from_this()] {
+    if (const auto core = weak.lock())
+      core->locked([&](ReducerState& state) { state.reporter.weight = before; });
+  });
+}
+
 /// Whether this reducer trains a parameter. Samples that reach a frozen discriminator are not one
 /// of its batches.
 bool ReducerCore::trains_any() const {
@@ -258,12 +271,11 @@ bool ReducerCore::trains_any() const {
 }
 
 void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   if (in_backward(context().phase)) return;
   if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
-    if (context().options.weighted && trains_any()) state_.reporter.weight.backward_began();
-    uneven_.announce_local_backward();
+    if (context().options.weighted && trains_any()) weigh_local_backward(*session);
     return;
   }
   // Another reducer may own all parameters: see Note [One parameter, one reducer]. A rank with only
@@ -272,7 +284,6 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
     begin_backward(session);
   } else {
     state_.reporter.wants_skip = false;  // must not apply to a later backward
-    uneven_.announce_local_backward();
   }
 }
 
@@ -282,30 +293,26 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
                      "this reducer");
   BackwardPass pass = open_pass(state_);
   refuse_failed(context());
-  if (context().joining) {
-    JoinEvent event{JoinEvent::kBackward};
-    event.gradients_kept =
-        std::any_of(pass.gradients.begin(), pass.gradients.end(),
-                    [](const GradientState& gradient) { return gradient.stale; });
-    event.end_follows = uneven_.announces_ends();
-    uneven_.announce(event);
-    context().owes_end = event.end_follows;
-  }
-  state_.reporter.without_data = false;
-  state_.reporter.weight.backward_began();
+  const bool without_data = context().join.without_data;
+  if (!without_data) state_.reporter.weight.backward_began();
   choose_plan();
-  session->join(shared_from_this());
-  session_ = session.get();
   backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  session_ = session.get();
+  session->join(shared_from_this());
+  Plan* const plan = state_.book.current();
+  if (plan == nullptr || !without_data) return;
+  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // no gradient is waited for
+  context().launches_at_end = launches_at_end();
+  backward_->launch_ready();
 }
 
 void ReducerCore::choose_plan() {
   state_.reporter.trainable = context().parameters.trained();
-  state_.book.choose(state_.reporter.trainable, state_.reporter.without_data);
+  state_.book.choose(state_.reporter.trainable, context().join.without_data);
 }
 
 void ReducerCore::gradient_ready(size_t index) {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   const Parameter& parameter = context().parameters[index];
   // The reducer that owned the parameter was dropped, and no output of this one is in the graph.
   if (!in_backward(context().phase) && context().members.pid == this_pid())
@@ -328,8 +335,8 @@ bool ReducerCore::launches_at_end() const {
 bool ReducerCore::begin_at_gradient(size_t index) {
   Parameter& parameter = context().parameters[index];
   if (!synchronizing_.load()) {
-    state_.reporter.weight.backward_began();
-    state_.reporter.tracker.gradient_arrived(/*synchronized=*/false);
+    if (context().options.weighted) weigh_local_backward(*BackwardSession::current());
+    state_.reporter.tracker.gradient_arrived_locally();
     parameter.touch();
     return false;
   }
@@ -344,84 +351,66 @@ bool ReducerCore::begin_at_gradient(size_t index) {
 /// Runs a part of the end of a backward. If it throws, notifies the other ranks if possible, and
 /// ends the backward.
 void ReducerCore::or_fail(const std::function<void()>& body) {
-  const auto end = [this] {
-    session_ = nullptr;
-    const std::unique_ptr<Backward> ended = std::move(backward_);
-    ended->fail();
-    state_.reporter.backward_ended();
-    if (context().parameters.retired()) retire();  // this backward had taken the parameters back
-  };
   try {
     body();
   } catch (const StepSkipped&) {  // dropped, with all gradients
-    end();
+    fail_backward();
   } catch (const CommunicationError&) {
     context().fail();
-    end();
+    fail_backward();
     throw;
   } catch (const OutOfStepElsewhere&) {
     context().fail();
-    end();
+    fail_backward();
     throw;
   } catch (...) {
-    end();
+    fail_backward();
     throw;
   }
+}
+
+void ReducerCore::fail_backward() noexcept {
+  backward_->fail();
+  take_backward();
+}
+
+/// The backward is over: forgets what was for it alone.
+std::unique_ptr<Backward> ReducerCore::take_backward() noexcept {
+  session_ = nullptr;
+  state_.reporter.backward_ended();
+  if (context().parameters.retired()) retire();  // this backward had taken the parameters back
+  return std::move(backward_);
 }
 
 void ReducerCore::send(const BackwardSession* session) {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   if (session_ != session) return;
-  or_fail([&] {
-    uneven_.announce_end();
-    backward_->send();
-  });
+  or_fail([&] { backward_->send(); });
 }
 
 void ReducerCore::complete(const BackwardSession* session, const std::function<void()>& meanwhile) {
-  const Change change(context().monitor);
+  const Lock lock(context().mutex);
   if (session_ != session) return;
   const ProfilerRange range("apex::reducer::finish_backward");
-  session_ = nullptr;
-  finish(meanwhile);
-}
-
-void ReducerCore::finish(const std::function<void()>& meanwhile) {
   or_fail([&] { backward_->complete(meanwhile); });
-  if (!backward_) return;  // skipped
-  state_.reporter.backward_ended();
-  if (context().parameters.retired()) retire();
-  const std::unique_ptr<Backward> ended = std::move(backward_);
-  ended->conclude();
+  if (backward_) take_backward()->conclude();  // else skipped
 }
 
 void ReducerCore::abandon(const BackwardSession* session) noexcept {
-  const Change change(context().monitor);
-  if (session_ != session) return;
-  try {
-    uneven_.announce_end();
-  } catch (const RankMismatch&) {
-    // The others are in another part of this backward. They see that as well, and also throw.
-  } catch (...) {
-    context().fail();
-  }
-  session_ = nullptr;
-  const std::unique_ptr<Backward> ended = std::move(backward_);
-  ended->fail();
-  state_.reporter.backward_ended();
-  if (context().parameters.retired()) retire();
+  const Lock lock(context().mutex);
+  if (session_ == session) fail_backward();
 }
 
 std::string ReducerCore::out_of_step() const {
-  if (context().monitor.is_taken()) return {};
-  const Change change(context().monitor);
-  return context().phase == Phase::kReleased ? std::string() : state_.reporter.out_of_step();
+  const std::unique_lock<std::recursive_mutex> lock(context().mutex, std::try_to_lock);
+  return !lock || context().phase == Phase::kReleased ? std::string()
+                                                      : state_.reporter.out_of_step();
 }
 
 std::string ReducerCore::describe() const {
-  if (context().monitor.is_taken()) return {};
-  const Read read(context().monitor);
-  return backward_ && context().phase == Phase::kRunning ? backward_->describe() : std::string();
+  const std::unique_lock<std::recursive_mutex> lock(context().mutex, std::try_to_lock);
+  return lock && backward_ && context().phase == Phase::kRunning ? backward_->describe()
+                                                                 : std::string();
 }
 
 }  // namespace apex::parallel::detail

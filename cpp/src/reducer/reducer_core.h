@@ -14,7 +14,6 @@
 #include <apex/parallel/reducer.h>
 
 #include "reducer/backward.h"
-#include "reducer/uneven_inputs.h"
 #include "reducer/watched_outputs.h"
 #include "step/backward_session.h"
 
@@ -39,42 +38,29 @@ class ReducerCore final : public BackwardParticipant,
   std::atomic<bool>& synchronizing() { return synchronizing_; }
   void release();
   std::vector<at::Tensor> buffers();
-  /// Calls `look(state)` with the right to read. `look` must be short.
-  template <typename Look>
-  auto read(Look&& look) const {
-    const Read read(context().monitor);
-    return look(const_cast<const ReducerState&>(state_));
-  }
-  /// Calls `body(state)` while nobody changes the state, also in a backward that waits or runs user
-  /// code. Only for what the changing thread does not use meanwhile.
+  /// The state without the lock, for its constant and atomic members.
+  ReducerState& state() { return state_; }
+  /// Calls `body(state)` with the lock. Waits for a backward of another thread.
   template <typename Body>
-  void note(Body&& body) {
-    const Read read(context().monitor);
-    body(state_);
+  auto locked(Body&& body) {
+    const Lock lock(context().mutex);
+    return body(state_);
   }
-  /// Calls `body(state)` with the right to change, at any time.
-  template <typename Body>
-  void change(Body&& body) {
-    const Change change(context().monitor);
-    body(state_);
-  }
-  /// Calls `body(state)` with the right to change.
+  /// The same between backwards.
   /// @throws apex::Error in a backward; the message names `what`.
   template <typename Body>
   void between_backwards(const char* what, Body&& body) {
     refuse_in_backward(what);
-    const Change change(context().monitor);
+    const Lock lock(context().mutex);
+    refuse_in_backward(what);
     body(state_);
   }
   /// Makes the next backward record a new plan. Call it in between_backwards().
   void leave_plan(ReasonToLeave reason);
   const std::vector<NamedTensor>& parameters() const { return context().parameters.named(); }
-  UnevenInputs& uneven_inputs() { return uneven_; }
-
-  /// Begin and end of a backward without autograd, for join(). They throw the same errors as
-  /// backward().
-  void shadow_backward_begin(const JoinEvent& event);
-  void shadow_backward_end();
+  /// A backward without autograd, of a rank without data: see Note [Uneven inputs]. Throws the same
+  /// errors as backward().
+  void shadow_backward();
 
   // Called by autograd.
   bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) override {
@@ -91,21 +77,22 @@ class ReducerCore final : public BackwardParticipant,
   void gradient_ready(size_t index);
 
  private:
-  using Change = Monitor::Change;
-  using Read = Monitor::Read;
+  using Lock = ReducerContext::Lock;
 
   ReducerContext& context() const { return state_.context; }
 
   void hook_parameters();
   void refuse_in_backward(const char* what) const;
-  void finish(const std::function<void()>& meanwhile);
   void or_fail(const std::function<void()>& body);
+  void fail_backward() noexcept;
+  std::unique_ptr<Backward> take_backward() noexcept;
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
   void choose_plan();
   bool begin_at_gradient(size_t index);
   bool launches_at_end() const;
   void forget_cleared_weights();
+  void weigh_local_backward(BackwardSession& session);
   bool trains_any() const;
 
   mutable ReducerState state_;
@@ -114,8 +101,6 @@ class ReducerCore final : public BackwardParticipant,
   std::unique_ptr<Backward> backward_;  ///< in progress
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
   bool shares_channel_ = false;
-  std::shared_ptr<BackwardSession> by_hand_;  ///< of a backward without autograd
-  UnevenInputs uneven_;
 };
 
 /// All live reducers, in the order of construction; and those that own one of `parameters`. Thread

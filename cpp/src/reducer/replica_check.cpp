@@ -17,7 +17,7 @@ constexpr int64_t kParts = 100;
 std::vector<int64_t> gather(ReducerContext& context, const std::vector<int64_t>& mine) {
   const ControlMessage message =
       context.members.all_gather("comparison of replicas", at::tensor(mine, at::kLong));
-  const at::Tensor all = context.monitor.open([&] { return message.wait(); });
+  const at::Tensor all = message.wait();
   const auto* const begin = all.const_data_ptr<int64_t>();
   return {begin, begin + all.numel()};
 }
@@ -39,7 +39,7 @@ int64_t ReplicaCheck::parts() const {
 
 bool ReplicaCheck::compares() const {
   const ReducerOptions& options = context_.options;
-  if (context_.members.alone() || context_.joining || parts() == 0) return false;
+  if (context_.members.alone() || context_.join.active || parts() == 0) return false;
   const bool by_default =
       options.ranks_begin_alike() && !context_.hook && options.check_steps.value_or(true);
   return options.replica_check_every || (by_default && context_.reads_reports());
@@ -49,7 +49,9 @@ int64_t ReplicaCheck::digest(const StepFacts& facts, const std::vector<bool>& tr
   all_compared_ = false;
   // A local update may be intended: some optimizers move parameters to evaluate a gradient
   // elsewhere, and move them back.
-  if (!compares() || (facts.updated_locally && !context_.options.replica_check_every)) return 0;
+  if (!compares() ||
+      ((facts.local || facts.stepped_locally) && !context_.options.replica_check_every))
+    return 0;
   if (trainable_ != trainable) {
     trainable_ = trainable;
     state_.clear();
@@ -58,7 +60,7 @@ int64_t ReplicaCheck::digest(const StepFacts& facts, const std::vector<bool>& tr
     }
   }
   all_compared_ = all_next_;
-  if (all_next_) return digest_of_part(state_, 0, 1);
+  if (all_compared_) return digest_of_part(state_, 0, 1);
   return digest_of_part(state_, context_.backward_number % parts(), parts());
 }
 

@@ -3,6 +3,7 @@
 
 /// Checks that all ranks hold the same state.
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -40,7 +41,7 @@ namespace apex::parallel::detail {
 // backward counts, whether digests of all tensors follow, and whether a difference is reported. If
 // one rank compares nothing, its digest is 0, and the backward counts on no rank.
 
-/// The comparison of the parameters of all ranks. Not thread safe.
+/// The comparison of the parameters of all ranks. Only compare_all_next() is thread safe.
 class ReplicaCheck {
  public:
   explicit ReplicaCheck(ReducerContext& context) : context_(context) {}
@@ -62,12 +63,12 @@ class ReplicaCheck {
   std::string locate();
 
   ReducerContext& context_;
-  std::vector<NamedTensor> state_;  ///< the compared parameters
-  std::vector<bool> trainable_;     ///< the set that `state_` lists
-  int64_t reported_ = 0;            ///< number of differences found
-  int64_t since_reported_ = 0;      ///< parts compared since the last difference
-  bool all_next_ = false;           ///< see compare_all_next()
-  bool all_compared_ = false;       ///< the last digest is of all parameters
+  std::vector<NamedTensor> state_;     ///< the compared parameters
+  std::vector<bool> trainable_;        ///< the set that `state_` lists
+  int64_t reported_ = 0;               ///< number of differences found
+  int64_t since_reported_ = 0;         ///< parts compared since the last difference
+  std::atomic<bool> all_next_{false};  ///< see compare_all_next()
+  bool all_compared_ = false;          ///< the last digest is of all parameters
 };
 
 }  // namespace apex::parallel::detail

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/step_reporter.h"
 
-#include <ATen/Functions.h>
+#include <utility>
 
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "fingerprint.h"
+#include "watch/notice.h"
 
 namespace apex::parallel::detail {
 
@@ -17,24 +17,28 @@ void StepReporter::backward_began() {
 }
 
 void StepReporter::backward_ended() {
-  wants_skip = false;
+  wants_skip = keeps_gradients = false;
   weight.reset();
 }
 
 StepReport StepReporter::report(ReasonToLeave left) const {
   StepReport report;
   report.left = left;
-  report.without_data = without_data;
-  if (context_.options.weighted && !without_data) report.weight = weight.value();
+  report.without_data = context_.join.without_data;
+  report.followed = context_.join.followed;
+  report.ends_early = context_.join.throws;
+  report.keeps_gradients = keeps_gradients;
+  if (context_.options.weighted) report.weight = weight.value();
   // If the row is not read, it stays the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.backward = context_.backward_number;
   report.facts = tracker.facts();
   report.skips = wants_skip;
-  report.compared = context_.options.check_steps.value_or(true) && !context_.joining;
+  report.compared = context_.options.check_steps.value_or(true) && !context_.join.active;
   // If ranks began with different parameters, or a hook averages over some ranks only, parameters
   // may move by different distances.
-  if (!context_.options.ranks_begin_alike() || context_.hook) report.facts.moved = 0;
+  report.measured =
+      context_.options.ranks_begin_alike() && !context_.hook && !context_.options.steps_reported;
   return report;
 }
 
@@ -71,7 +75,7 @@ void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& us
 }
 
 const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
-  return context_.monitor.open([&]() -> const StepTable& { return exchange_.receive(meanwhile); });
+  return exchange_.receive(meanwhile);
 }
 
 void StepReporter::refuse(const StepTable& table) {
@@ -83,53 +87,30 @@ void StepReporter::refuse(const StepTable& table) {
 }
 
 void StepReporter::refuse_settings(const std::string& mine) {
-  context_.monitor.open(
-      [&] { verify_same_model(context_.parameters.named(), {}, context_.members.control()); });
+  verify_same_model(context_.parameters.named(), {}, context_.members.control());
   throw RankMismatch(context_.me() + "this rank has " + mine +
                      ", but another rank does not: register the same on every rank");
 }
 
 std::string StepReporter::describe(const StepTable& table) const {
-  return context_.me() + table.describe_difference() + note_on_ranks(*context_.members.control());
+  const std::string difference = table.describe_difference();
+  if (difference.empty()) return {};
+  return context_.me() + difference + note_on_ranks(*context_.members.control());
 }
 
 std::string StepReporter::compare(const StepTable& table) {
-  switch (table.difference()) {
-    case StepTable::Difference::kNone:
-      return {};
-    case StepTable::Difference::kCertain:
-      return describe(table);
-    case StepTable::Difference::kUnknown:
-      break;
+  if (table.all_stepped_locally() && context_.members.rank == 0 && !std::exchange(warned_, true)) {
+    notify(
+        "every rank has stepped an optimizer with its own gradients, after a backward under "
+        "no_sync(), so the parameters of the ranks drift apart: run the last backward before each "
+        "step outside of no_sync()");
   }
-  // Ranks may update different parameters on purpose in every step, and reading all parameters is
-  // slow.
-  ++differences_;
-  const bool asked = (differences_ & (differences_ - 1)) == 0;
-  if (!asked || !parameters_differ(table.trainable_set())) return {};
   return describe(table);
 }
 
 std::string StepReporter::out_of_step() const {
   const StepTable* table = exchange_.peek();
-  return table != nullptr && table->why_refused(names()).empty() &&
-                 table->difference() == StepTable::Difference::kCertain
-             ? describe(*table)
-             : std::string();
-}
-
-/// Whether the trainable parameters differ between ranks. Collective; blocks the host.
-bool StepReporter::parameters_differ(const std::vector<bool>& trainable) const {
-  Fingerprint fingerprint;
-  for (size_t i = 0; i < trainable.size(); ++i) {
-    if (!trainable[i]) continue;
-    const at::Tensor values = context_.parameters[i].variable.detach().cpu().contiguous();
-    fingerprint.add(values.const_data_ptr(), values.nbytes());
-  }
-  const ControlMessage message = context_.members.all_gather(
-      "comparison of the parameters", at::full({1}, fingerprint.value(), at::kLong));
-  const at::Tensor all = context_.monitor.open([&] { return message.wait(); });
-  return !all.eq(fingerprint.value()).all().item<bool>();
+  return table != nullptr && table->why_refused(names()).empty() ? describe(*table) : std::string();
 }
 
 }  // namespace apex::parallel::detail

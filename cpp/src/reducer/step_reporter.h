@@ -26,8 +26,7 @@ struct StepSkipped {};
 class StepReporter {
  public:
   explicit StepReporter(ReducerContext& context)
-      : tracker(context.options.steps_reported),
-        replicas(context),
+      : replicas(context),
         context_(context),
         exchange_(context.members, context.parameters.size()) {}
 
@@ -35,10 +34,10 @@ class StepReporter {
   StepTracker tracker;
   BatchWeight weight;  ///< with the option weighted
   ReplicaCheck replicas;
-  FiniteCheck finite;           ///< with the option check_finite
-  bool wants_skip = false;      ///< skip_step() was called for this backward, or the next one
-  bool without_data = false;    ///< under join(): this rank follows the others
-  std::vector<bool> trainable;  ///< by parameter, when this backward began
+  FiniteCheck finite;            ///< with the option check_finite
+  bool wants_skip = false;       ///< skip_step() was called for this backward, or the next one
+  bool keeps_gradients = false;  ///< under join(): a gradient was added to the last average
+  std::vector<bool> trainable;   ///< by parameter, when this backward began
 
   void backward_began();
   /// Clears the requests that were for this backward only.
@@ -53,7 +52,7 @@ class StepReporter {
   /// buckets were sent; null if there is none. Does not wait.
   void send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind);
 
-  /// The rows of all ranks of the last exchange. Blocks the host, with the monitor open.
+  /// The rows of all ranks of the last exchange. Blocks the host.
   const StepTable& receive(const std::function<void()>& meanwhile = {});
   /// For reports that are not read: see ReportExchange.
   void order() { exchange_.order(); }
@@ -65,10 +64,10 @@ class StepReporter {
   /// Collective.
   [[noreturn]] void refuse_settings(const std::string& mine);
 
-  /// Returns the error if ranks are out of step, else an empty text. Collective if the rows are not
-  /// sufficient to decide that. Blocks the host.
+  /// Returns the error if ranks are out of step, else an empty text. Warns once if every rank steps
+  /// its own gradients.
   std::string compare(const StepTable& table);
-  /// The result of compare(), if it is already known. Does not block.
+  /// The result of compare(), if the reports have arrived. Does not block.
   std::string out_of_step() const;
 
   StepTable::Names names() const {
@@ -77,11 +76,10 @@ class StepReporter {
 
  private:
   std::string describe(const StepTable& table) const;
-  bool parameters_differ(const std::vector<bool>& trainable) const;
 
   ReducerContext& context_;
   mutable ReportExchange exchange_;
-  int64_t differences_ = 0;  ///< differences for which the rows were not sufficient
+  bool warned_ = false;  ///< that every rank steps its own gradients
 };
 
 }  // namespace apex::parallel::detail

@@ -16,7 +16,7 @@ struct WatchedOutput {
 };
 
 /// The watched outputs of one reducer. Thread safe. Its mutex is never held during a wait. (It does
-/// not use the reducer's monitor, because another thread's backward may hold the monitor while it
+/// not use the reducer's mutex, because another thread's backward may hold it while that thread
 /// waits for other ranks, which may wait for this rank.)
 class WatchedOutputs {
  public:

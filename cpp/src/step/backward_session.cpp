@@ -106,11 +106,17 @@ void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
   several_ = participants_.size() > 1;
 }
 
+void BackwardSession::if_abandoned(std::function<void()> undo) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  undo_.push_back(std::move(undo));
+}
+
 void BackwardSession::end() {
   Participants reducers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     reducers = std::exchange(participants_, {});
+    undo_.clear();
   }
   std::exception_ptr error;
   const auto keep_error = [&](const auto& body) {
@@ -134,6 +140,7 @@ void BackwardSession::end() {
 }
 
 BackwardSession::~BackwardSession() {
+  for (const auto& undo : undo_) undo();
   for (const auto& one : participants_) one->abandon(this);
 }
 

@@ -127,6 +127,8 @@ class BackwardSession {
   void join(const std::shared_ptr<BackwardParticipant>& one);
   /// Whether it has more than one participant.
   bool has_several() const { return several_; }
+  /// Calls `undo` if the backward fails before all gradients are computed.
+  void if_abandoned(std::function<void()> undo);
   /// All gradients are computed. Ends all reducers, then throws the first error of one.
   void end();
 
@@ -145,6 +147,7 @@ class BackwardSession {
   std::mutex mutex_;                  ///< guards the rest
   std::unordered_set<const BackwardParticipant*> reached_;
   Participants participants_;
+  std::vector<std::function<void()>> undo_;  ///< see if_abandoned()
 };
 
 }  // namespace apex::parallel::detail

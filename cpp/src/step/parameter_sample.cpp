@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ATen/Functions.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include "fingerprint.h"
+#include "tensor_memory.h"
 
 namespace apex::parallel {
 
@@ -43,10 +45,8 @@ const void* ParameterSample::memory_of(const at::Tensor& parameter) {
   return start == nullptr ? nullptr : start + impl.storage_offset() * impl.dtype().itemsize();
 }
 
-bool ParameterSample::read(const Site& site, std::array<double, kElements>& values) {
-  const at::Tensor& parameter = site.parameter;
-  if (parameter.scalar_type() != site.dtype || parameter.numel() != site.numel) return false;
-  const void* const memory = memory_of(parameter);
+bool ParameterSample::read(const Site& site, Values& values) {
+  const void* const memory = memory_of(site.parameter);
   if (memory == nullptr) return false;
   switch (site.dtype) {
     case at::kFloat:
@@ -79,26 +79,61 @@ void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {
     const int64_t numbers = site.parameter.is_complex() ? 2 * site.numel : site.numel;
     site.count = static_cast<size_t>(std::min<int64_t>(kElements, numbers));
     for (size_t e = 0; e < site.count; ++e) site.offsets[e] = spread(e, site.count, numbers);
-    if (site.count > 0 && read(site, site.values)) sites_.push_back(std::move(site));
+    if (site.count == 0 || !has_memory(site.parameter)) continue;
+    if (!site.parameter.is_cpu()) {
+      site.on_device = at::tensor(at::ArrayRef<int64_t>(site.offsets.data(), site.count), at::kLong)
+                           .to(site.parameter.device());
+    }
+    sites_.push_back(std::move(site));
   }
+  take();
 }
 
-ParameterSample::Change ParameterSample::take() {
-  Change change;
-  for (Site& site : sites_) {
-    std::array<double, kElements> now{};
-    if (!read(site, now)) continue;
-    if (now == site.values) continue;
-    for (size_t e = 0; e < site.count; ++e) {
-      if (now[e] == site.values[e]) continue;
-      const double distance = std::abs(now[e] - site.values[e]);
-      // A NaN that is still a NaN counts as unchanged.
-      change.any = change.any || !std::isnan(now[e]) || !std::isnan(site.values[e]);
-      change.distance += distance;
+/// The present values of each site; none if its parameter has changed its kind.
+std::vector<std::optional<ParameterSample::Values>> ParameterSample::read_all() const {
+  std::vector<std::optional<Values>> all(sites_.size());
+  std::vector<at::Tensor> on_devices;
+  std::vector<size_t> of_sites;
+  for (size_t i = 0; i < sites_.size(); ++i) {
+    const Site& site = sites_[i];
+    const at::Tensor& parameter = site.parameter;
+    if (parameter.scalar_type() != site.dtype || parameter.numel() != site.numel) continue;
+    if (!site.on_device.defined()) {
+      Values values{};
+      if (read(site, values)) all[i] = values;
+    } else if (parameter.device() == site.on_device.device()) {
+      const at::Tensor plain = parameter.detach();
+      on_devices.push_back((plain.is_complex() ? at::view_as_real(plain) : plain)
+                               .take(site.on_device)
+                               .to(at::kDouble));
+      of_sites.push_back(i);
     }
-    site.values = now;
   }
-  return change;
+  if (on_devices.empty()) return all;
+  for (at::Tensor& values : on_devices) values = values.to(on_devices.front().device());
+  const at::Tensor values = at::cat(on_devices).cpu();  // one wait for all sites
+  const double* from = values.const_data_ptr<double>();
+  for (const size_t i : of_sites) {
+    std::copy_n(from, sites_[i].count, all[i].emplace(Values{}).begin());
+    from += sites_[i].count;
+  }
+  return all;
+}
+
+double ParameterSample::take() {
+  double distance = 0;
+  const std::vector<std::optional<Values>> all = read_all();
+  for (size_t i = 0; i < sites_.size(); ++i) {
+    Site& site = sites_[i];
+    if (!all[i] || *all[i] == site.values) continue;
+    for (size_t e = 0; e < site.count; ++e) {
+      const double now = (*all[i])[e], last = site.values[e];
+      // A NaN that is still a NaN counts as unchanged.
+      if (now != last && !(std::isnan(now) && std::isnan(last))) distance += std::abs(now - last);
+    }
+    site.values = *all[i];
+  }
+  return distance;
 }
 
 int64_t ParameterSample::fingerprint() const {

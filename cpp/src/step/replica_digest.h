@@ -10,7 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 
 namespace apex::parallel {
 

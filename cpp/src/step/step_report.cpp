@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace apex::parallel {
@@ -15,6 +16,7 @@ enum Word : size_t {
   kFlags,
   kBackward,
   kLeft,
+  kSteps,
   kMoved,
   kSample,
   kSettings,
@@ -24,10 +26,11 @@ enum Word : size_t {
   kBits
 };
 
-constexpr bool StepReport::* kReportFlags[] = {&StepReport::failed, &StepReport::skips,
-                                               &StepReport::without_data, &StepReport::compared};
-constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::idle_step, &StepFacts::updated,
-                                            &StepFacts::updated_locally,
+constexpr bool StepReport::* kReportFlags[] = {
+    &StepReport::failed,   &StepReport::skips,      &StepReport::without_data,
+    &StepReport::followed, &StepReport::ends_early, &StepReport::keeps_gradients,
+    &StepReport::compared, &StepReport::measured};
+constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::written, &StepFacts::local,
                                             &StepFacts::stepped_locally};
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
@@ -46,18 +49,6 @@ void write_bits(const Bits& bits, int64_t* words) {
   }
 }
 
-struct Question {
-  bool StepFacts::* answer;
-  const char* yes;  ///< what the rank did if the fact is true
-};
-
-const Question kAsked[] = {
-    {&StepFacts::idle_step, "stepped an optimizer twice without a backward in between"},
-    {&StepFacts::updated, "updated the parameters since the last synchronized backward"},
-    {&StepFacts::stepped_locally,
-     "updated the parameters after a backward without synchronization"},
-};
-
 const char* const kReasons[] = {"", "rebuild_buckets()", "another communication hook",
                                 "parameters of another dtype, device or shape",
                                 "another wrapper averages some parameters"};
@@ -65,25 +56,6 @@ const char* const kReasons[] = {"", "rebuild_buckets()", "another communication 
 /// Allowed ratio of distances. Different processors round differently; an additional step moves
 /// parameters by a larger ratio.
 constexpr double kSameDistance = 1.2;
-
-bool tells_moved(const StepFacts& facts) { return facts.moved > 0 && std::isfinite(facts.moved); }
-
-/// The shortest distance; 0 if distances are not compared.
-double shortest_of(const std::vector<StepReport>& ranks) {
-  double shortest = 0;
-  for (const StepReport& one : ranks) {
-    if (one.compared && one.facts.updated_locally) return 0;
-  }
-  for (const StepReport& one : ranks) {
-    if (one.compared && tells_moved(one.facts) && (shortest == 0 || one.facts.moved < shortest))
-      shortest = one.facts.moved;
-  }
-  return shortest;
-}
-
-bool moved_further(const StepFacts& facts, double shortest) {
-  return shortest > 0 && tells_moved(facts) && facts.moved > kSameDistance * shortest;
-}
 
 /// The ranks for whose report `holds` is true, as "rank 0, rank 2".
 template <typename Predicate>
@@ -113,6 +85,7 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
   row[kFlags] = static_cast<int64_t>(flags);
   row[kBackward] = report.backward;
   row[kLeft] = static_cast<int64_t>(report.left);
+  row[kSteps] = report.facts.steps;
   std::memcpy(&row[kMoved], &report.facts.moved, sizeof(report.facts.moved));
   row[kSample] = report.facts.sample;
   row[kSettings] = report.settings;
@@ -134,6 +107,7 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     for (const auto flag : kFactFlags) report.facts.*flag = ((flags >> place++) & 1U) != 0;
     report.backward = from[kBackward];
     report.left = static_cast<ReasonToLeave>(from[kLeft]);
+    report.facts.steps = from[kSteps];
     std::memcpy(&report.facts.moved, &from[kMoved], sizeof(report.facts.moved));
     report.facts.sample = from[kSample];
     report.settings = from[kSettings];
@@ -202,10 +176,21 @@ double StepTable::total_weight() const {
   return total;
 }
 
+int64_t StepTable::ranks_with_data() const {
+  return std::count_if(reports_.begin(), reports_.end(),
+                       [](const StepReport& one) { return !one.without_data; });
+}
+
+int64_t StepTable::last_with_data() const {
+  const auto had = [](const StepReport& one) { return !one.followed; };
+  if (std::all_of(reports_.begin(), reports_.end(), had)) return -1;
+  return std::find_if(reports_.begin(), reports_.end(), had) - reports_.begin();
+}
+
 bool StepTable::all_left() const {
-  return !any(reports_, [](const StepReport& one) {
-    return one.left == ReasonToLeave::kNone && !one.without_data;
-  });
+  return ranks_with_data() > 0 && !any(reports_, [](const StepReport& one) {
+           return one.left == ReasonToLeave::kNone && !one.without_data;
+         });
 }
 
 bool StepTable::same_settings() const {
@@ -236,6 +221,25 @@ std::string StepTable::describe_sets(const Names& names) const {
            "continue, do so and clear the gradients";
   }
   return {};
+}
+
+/// Why a backward under join() is invalid; empty if it is valid.
+std::string StepTable::describe_join() const {
+  const std::string kept =
+      names_of(reports_, [](const StepReport& one) { return one.keeps_gradients; });
+  if (!kept.empty()) {
+    return kept +
+           " added gradients to an average, which a rank without data cannot do: "
+           "DistributedDataParallel.join() with gradients kept between synchronized backwards is "
+           "not supported: clear gradients (zero_grad), or accumulate under no_sync()";
+  }
+  const bool ends = any(reports_, [](const StepReport& one) { return one.ends_early; });
+  const std::string without =
+      names_of(reports_, [](const StepReport& one) { return one.without_data; });
+  if (!ends || without.empty() || ranks_with_data() == 0) return {};
+  return without +
+         " has run out of data, and join() was called with throw_on_early_termination=True. "
+         "(Detected at least one rank that exhausted inputs.)";
 }
 
 /// Describes a rank without a valid weight; empty if there is none.
@@ -269,6 +273,7 @@ std::string StepTable::why_refused(const Names& names) const {
            "that rank; to continue, clear the gradients (zero_grad) on every rank and run the next "
            "step";
   }
+  if (std::string join = describe_join(); !join.empty()) return join;
   // Checked before the plan, because this message names the cause.
   const size_t words = words_for(parameters_);
   for (size_t rank = 1; rank < reports_.size(); ++rank) {
@@ -287,57 +292,54 @@ std::string StepTable::why_refused(const Names& names) const {
          "ranks. Make the same call on every rank; to continue, clear the gradients";
 }
 
-StepTable::Difference StepTable::difference() const {
-  std::vector<StepReport> ranks = reports_;
-  ranks.erase(std::remove_if(ranks.begin(), ranks.end(),
-                             [](const StepReport& one) { return !one.compared; }),
-              ranks.end());
-  if (ranks.size() < 2) return Difference::kNone;
-  const StepFacts& first = ranks.front().facts;
-  const auto differ = [&](bool StepFacts::* fact) {
-    return any(ranks, [&](const StepReport& one) { return one.facts.*fact != first.*fact; });
-  };
-  if (differ(&StepFacts::idle_step)) return Difference::kCertain;
-  const bool local = any(ranks, [](const StepReport& one) { return one.facts.updated_locally; });
-  const double shortest = shortest_of(ranks);
-  const bool further =
-      any(ranks, [&](const StepReport& one) { return moved_further(one.facts, shortest); });
-  if (!differ(&StepFacts::stepped_locally) && !further && (local || !differ(&StepFacts::updated))) {
-    return Difference::kNone;
-  }
-  const bool sampled = !any(ranks, [](const StepReport& one) { return one.facts.sample == 0; });
-  const bool apart =
-      any(ranks, [&](const StepReport& one) { return one.facts.sample != first.sample; });
-  return sampled && apart ? Difference::kCertain : Difference::kUnknown;
+bool StepTable::all_stepped_locally() const {
+  return std::all_of(reports_.begin(), reports_.end(), [](const StepReport& one) {
+    return one.compared && one.facts.stepped_locally;
+  });
 }
 
 std::string StepTable::describe_difference() const {
-  const std::vector<StepReport>& ranks = reports_;
-  const auto counts = [](const StepReport& one) { return one.compared; };
-  std::string told;
-  for (const Question& asked : kAsked) {
-    const auto yes = [&](const StepReport& one) { return counts(one) && one.facts.*asked.answer; };
-    const std::string who = names_of(ranks, yes);
-    const std::string others =
-        names_of(ranks, [&](const StepReport& one) { return counts(one) && !yes(one); });
-    if (who.empty() || others.empty()) continue;
-    told += (told.empty() ? "" : "; ") + who + " " + asked.yes + ", " + others + " did not";
+  const StepFacts& first = of(0).facts;
+  const auto alike = [&](const StepReport& one) { return one.facts.sample == first.sample; };
+  const auto unknown = [](const StepReport& one) { return !one.compared || one.facts.sample == 0; };
+  if (any(reports_, unknown) || std::all_of(reports_.begin(), reports_.end(), alike)) return {};
+  const bool local = any(reports_, [](const StepReport& one) { return one.facts.local; });
+  double shortest = std::numeric_limits<double>::infinity();
+  for (const StepReport& one : reports_) {
+    if (one.facts.moved > 0) shortest = std::min(shortest, one.facts.moved);
   }
-  const double shortest = shortest_of(ranks);
-  const auto further = [&](const StepReport& one) {
-    return counts(one) && moved_further(one.facts, shortest);
+  // A write may leave the values as they are, and a step and a write of the program may cancel out.
+  const auto moved = [](const StepReport& one) {
+    return one.facts.written || one.facts.moved != 0 || one.facts.steps != 0;
   };
-  const std::string far = names_of(ranks, further);
-  if (!far.empty()) {
-    told += (told.empty() ? "" : "; ") + far +
-            " changed the parameters by more since the last synchronized backward than " +
-            names_of(ranks,
-                     [&](const StepReport& one) {
-                       return counts(one) && tells_moved(one.facts) && !further(one);
-                     }) +
-            ", for example by an additional optimizer step or another learning rate";
+  const auto further = [&](const StepReport& one) {
+    return one.measured && one.facts.moved > kSameDistance * shortest &&
+           std::isfinite(one.facts.moved);
+  };
+  const auto stepped = [&](const StepReport& one) { return one.facts.steps != first.steps; };
+  const auto names = [&](auto&& holds, bool value) {
+    return names_of(reports_, [&](const StepReport& one) { return holds(one) == value; });
+  };
+  std::string what;
+  if (!local && any(reports_, moved) && !names(moved, false).empty()) {
+    what = names(moved, true) + " updated the parameters since the last synchronized backward, " +
+           names(moved, false) + " did not";
+  } else if (any(reports_, stepped)) {
+    const auto other = std::find_if(reports_.begin(), reports_.end(), stepped);
+    what = names(stepped, true) +
+           " made another number of optimizer steps since the last "
+           "synchronized backward than " +
+           names(stepped, false) + ": " + std::to_string(other->facts.steps) + ", not " +
+           std::to_string(first.steps);
+  } else if (!local && any(reports_, further)) {
+    what = names(further, true) +
+           " changed the parameters by more since the last synchronized backward than " +
+           names(further, false) +
+           ", for example by an additional optimizer step or another learning rate";
+  } else {
+    return {};
   }
-  return "the ranks are out of step: " + told +
+  return "the ranks are out of step: " + what +
          ". Gradients of different steps were averaged, and parameters may differ. Run the same "
          "backwards and optimizer steps on every rank (join() covers ranks with fewer batches), "
          "load weights (load_state_dict) on every rank or before the model is wrapped, and restart "

@@ -35,25 +35,21 @@ namespace apex::parallel {
 //
 // The nth synchronized backward of a rank always meets the nth of the others. After an additional
 // backward, or one under no_sync(), a rank computes gradients at other parameter values than the
-// other ranks. The counts of backwards cannot differ. But the events *between* two synchronized
-// backwards can:
+// other ranks. So each row has 32 elements of the rank's parameters, as a fingerprint, the distance
+// by which they have moved since the last synchronized backward, and the number of optimizer steps
+// since then, where the program reports them. If the fingerprints are equal, no difference matters.
+// If they differ, ranks are out of step if
 //
-// - an optimizer stepped twice without a backward in between;
-// - an optimizer stepped after a backward that was not synchronized;
-// - parameters were updated, or not, since the last synchronized backward;
-// - parameters moved further than on other ranks, where the steps of optimizers are not reported:
-//   see Note [Writes that bump no version].
+// - they have made different numbers of reported steps;
+// - the parameters have moved on some ranks only;
+// - or they have moved further on some ranks, where steps are not reported: libtorch's optimizers
+//   have no step hooks.
 //
-// Ranks that differ in the first item are out of step. A difference in only the others may be
-// harmless (with a sharded optimizer, ranks receive by broadcast what one rank steps). Then ranks
-// are out of step if their parameters differ. Every row has a few parameter elements of its rank
-// for this comparison. A separate exchange compares all elements after the first differences. The
-// more differences were harmless, the less often it runs.
-//
-// A program may write parameters from gradients of one rank, and undo that later, as
-// sharpness-aware minimization does. So if any rank has written parameters after a backward that
-// was not synchronized, and no optimizer has reported that as its step, neither updates nor
-// distances are compared.
+// A program may write parameters itself. Other values on each rank, such as noise, prove nothing: a
+// difference that lasts is found by the comparison of replicas. So distances are not compared where
+// steps are reported. A program may also write parameters from gradients of one rank, and undo that
+// later, as sharpness-aware minimization does. So nothing but the reported steps is compared if the
+// parameters of any rank have moved after a backward that was not synchronized.
 //
 // Forwards are not compared. An additional forward (to draw the graph, to evaluate, or to retry
 // after an exception) changes no parameter and no gradient. The reducer also does not notice if a
@@ -70,23 +66,27 @@ enum class ReasonToLeave : int64_t {
   kOwner,  ///< another reducer averages some parameters
 };
 
-/// Events on a rank since its last synchronized backward.
+/// What has happened on a rank since its last synchronized backward.
 struct StepFacts {
-  bool idle_step = false;        ///< an optimizer stepped twice without a backward in between
-  bool updated = false;          ///< parameters were updated
-  bool updated_locally = false;  ///< they were, after a backward that was not synchronized
-  bool stepped_locally = false;  ///< an optimizer did that
-  double moved = 0;              ///< distance that sampled elements have moved; 0: unknown
+  int64_t steps = 0;             ///< of optimizers, as reported
+  double moved = 0;              ///< distance that the sampled elements have moved
   int64_t sample = 0;            ///< fingerprint of the sampled elements; 0: unknown
+  bool written = false;          ///< a parameter was written, perhaps with the same values
+  bool local = false;            ///< they moved after a backward that was not synchronized
+  bool stepped_locally = false;  ///< an optimizer reported a step after such a backward
 };
 
 /// The row of one rank, without the bits per parameter.
 struct StepReport {
-  int64_t backward = 0;       ///< number of this synchronized backward, from 1
-  bool failed = false;        ///< an exception ended it: the rank sent zeros for the rest
-  bool skips = false;         ///< skip_step(): no rank may use a gradient of this backward
-  bool without_data = false;  ///< under join(): the rank follows the others
-  bool compared = true;       ///< `facts` are compared
+  int64_t backward = 0;          ///< number of this synchronized backward, from 1
+  bool failed = false;           ///< an exception ended it: the rank sent zeros for the rest
+  bool skips = false;            ///< skip_step(): no rank may use a gradient of this backward
+  bool without_data = false;     ///< under join(): the rank has run out of data
+  bool followed = false;         ///< it has taken part in an earlier backward without data
+  bool ends_early = false;       ///< under join(): throw_on_early_termination
+  bool keeps_gradients = false;  ///< under join(): it added a gradient to the last average
+  bool compared = true;          ///< `facts` are compared
+  bool measured = true;          ///< and so is the distance that parameters have moved
   ReasonToLeave left = ReasonToLeave::kNone;  ///< why it has left the plan and sent zeros
   StepFacts facts;
   int64_t settings = 0;     ///< fingerprint of the settings that may change between backwards
@@ -124,21 +124,20 @@ class StepTable {
   double total_weight() const;  ///< valid if why_refused() is empty
   bool has_digests() const;     ///< all ranks have compared something
   bool same_digests() const;
+  int64_t ranks_with_data() const;
+  /// If no rank has data: the first rank that had data to the end; -1 if all had.
+  int64_t last_with_data() const;
   bool all_left() const;  ///< of the ranks with data
   bool same_settings() const;
 
   /// Why this backward is invalid, in the same sentence on every rank; empty if it is valid.
   std::string why_refused(const Names& names) const;
 
-  /// Whether the averaged gradients are from different steps. Only meaningful if why_refused() is
-  /// empty.
-  enum class Difference {
-    kNone,
-    kUnknown,  ///< out of step if any element of the parameters differs
-    kCertain,
-  };
-  Difference difference() const;
+  /// How the ranks are out of step, so that gradients of different steps were averaged; empty if
+  /// they are not known to be. Only meaningful if why_refused() is empty.
   std::string describe_difference() const;
+  /// Whether an optimizer of each rank has stepped after a backward that was not synchronized.
+  bool all_stepped_locally() const;
 
   /// "rank 1 contributed ... for parameter 'a'", or empty.
   std::string describe_non_finite(const Names& names) const;
@@ -148,6 +147,7 @@ class StepTable {
   bool used_any(size_t rank) const;
   std::string describe_sets(const Names& names) const;
   std::string describe_weights() const;
+  std::string describe_join() const;
 
   std::vector<int64_t> rows_;
   std::vector<StepReport> reports_;  ///< by rank

@@ -1,56 +1,53 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <set>
+#include <atomic>
+#include <utility>
+#include <vector>
 
 #include "step/parameter_sample.h"
 #include "step/step_report.h"
 
 namespace apex::parallel {
 
-/// Tracks the events on this rank since its last synchronized backward. Does not communicate. Not
-/// thread safe. See Note [Ranks that are out of step].
+/// Tracks the events on this rank since its last synchronized backward: see Note [Ranks that are
+/// out of step]. Does not communicate. Only optimizer_stepped() is thread safe.
 class StepTracker {
  public:
-  /// @param all_reported  every step of an optimizer is reported, so that none must be inferred
-  ///                      from the parameters.
-  explicit StepTracker(bool all_reported) : all_reported_(all_reported) {}
-
-  /// A gradient has arrived, in a backward that is synchronized or not.
-  void gradient_arrived(bool synchronized);
+  /// Compares these parameters from now on.
+  void sample(const std::vector<at::Tensor>& parameters) { sample_.watch(parameters); }
+  /// A gradient has arrived in a backward that is not synchronized.
+  void gradient_arrived_locally() {
+    if (!local_.exchange(true)) before_local_ = sample_.take();
+  }
   /// An optimizer that holds parameters of this reducer has stepped.
-  void optimizer_stepped(int64_t optimizer);
-  /// Samples `parameters`, those of bucket plan number `plan` (from 1), from now on.
-  void sample(int64_t plan, const std::vector<at::Tensor>& parameters);
-  /// The number of the last sampled plan; 0 if there is none.
-  int64_t sampled_plan() const { return sampled_plan_; }
-
-  /// A synchronized backward begins. `changed`: a parameter was written since the last one began.
-  /// `touched_changed`: a parameter was written after it got a gradient that was not synchronized.
-  void backward_began(bool changed, bool touched_changed);
-  /// The facts of the backward that has begun.
-  const StepFacts& facts() const { return facts_; }
-  /// The backward that has begun is skipped on every rank. A rank may then call the optimizer's
-  /// step or not, because there is no gradient.
-  void backward_skipped() { skipped_ = true; }
-  /// Ignores all events so far, and changes of parameters before the next backward.
-  void forget() {
-    *this = StepTracker(all_reported_);
-    rebased_ = true;
+  void optimizer_stepped() {
+    ++steps_;
+    if (local_) stepped_locally_ = true;
   }
 
+  /// A synchronized backward begins. By their versions, parameters were `written` since the last
+  /// one began, or `written_locally`, after a gradient that was not synchronized.
+  void backward_began(bool written, bool written_locally) {
+    const double last = sample_.take();
+    facts_.local = (local_.exchange(false) && last != 0) || written_locally;
+    facts_.moved = std::exchange(before_local_, 0) + last;
+    facts_.written = written;
+    facts_.steps = steps_.exchange(0);
+    facts_.stepped_locally = stepped_locally_.exchange(false);
+    facts_.sample = sample_.fingerprint();
+  }
+  /// The facts of the backward that has begun.
+  const StepFacts& facts() const { return facts_; }
+  /// Parameters were made equal on all ranks: ignores what has happened before.
+  void forget() { backward_began(false, false); }
+
  private:
-  bool all_reported_;
-  std::set<int64_t> stepped_;  ///< optimizers, since the last gradient
-  bool any_step_ = false;      ///< since the last synchronized backward began
-  bool local_ = false;         ///< a gradient has arrived without synchronization since then
-  bool step_after_local_ = false;
-  bool idle_step_ = false;
-  bool skipped_ = false;    ///< the last synchronized backward was skipped
-  bool rebased_ = false;    ///< parameters were made equal on all ranks since then
-  ParameterSample sample_;  ///< see Note [Writes that bump no version]
-  int64_t sampled_plan_ = 0;
-  ParameterSample::Change before_local_;  ///< of sample_, before the first local gradient
+  std::atomic<int64_t> steps_{0};             ///< since the last synchronized backward began
+  std::atomic<bool> local_{false};            ///< a gradient arrived without synchronization since
+  std::atomic<bool> stepped_locally_{false};  ///< an optimizer has stepped after that
+  ParameterSample sample_;
+  double before_local_ = 0;  ///< how far sample_ had moved before the first local gradient
   StepFacts facts_;
 };
 

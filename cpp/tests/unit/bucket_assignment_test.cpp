@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <apex/error.h>
-#include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/detail/bucket_assignment.h>
 
 #include <algorithm>
 #include <numeric>

@@ -2,7 +2,7 @@
 // Ranks are threads. Oracles: a copy of the root's bytes; float64 sums; the first difference that
 // the test has made.
 
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/model_sync.h>
 
 #include <cmath>
 #include <cstdint>

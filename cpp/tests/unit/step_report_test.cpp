@@ -12,8 +12,6 @@
 namespace apex::parallel {
 namespace {
 
-using Difference = StepTable::Difference;
-
 /// One rank's row, and its description of its parameters.
 struct Row {
   StepReport report;
@@ -47,6 +45,8 @@ std::string name_of(size_t parameter) { return "p" + std::to_string(parameter); 
 
 std::string refused(const std::vector<Row>& all) { return table_of(all).why_refused(name_of); }
 
+std::string difference(const std::vector<Row>& all) { return table_of(all).describe_difference(); }
+
 void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
 }
@@ -55,7 +55,8 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   std::vector<Row> all = rows(2, 130);  // bits in three words
   StepReport& report = all[1].report;
   report.failed = report.without_data = true;
-  report.facts.updated = true;
+  report.facts.local = true;
+  report.facts.steps = 3;
   report.compared = false;
   report.left = ReasonToLeave::kOwner;
   report.facts.moved = 0.1;
@@ -65,8 +66,9 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.weight = 0.1;
   const StepReport read = table_of(all).of(1);
   EXPECT_EQ(read.backward, 7);
-  EXPECT_TRUE(read.failed && read.without_data && read.facts.updated);
-  EXPECT_FALSE(read.skips || read.compared || read.facts.idle_step || read.facts.updated_locally);
+  EXPECT_TRUE(read.failed && read.without_data && read.facts.local && read.measured);
+  EXPECT_FALSE(read.skips || read.compared || read.facts.stepped_locally || read.followed);
+  EXPECT_EQ(read.facts.steps, 3);
   EXPECT_EQ(read.left, ReasonToLeave::kOwner);
   EXPECT_EQ(read.facts.moved, 0.1);
   EXPECT_EQ(read.facts.sample, std::numeric_limits<int64_t>::min());
@@ -101,7 +103,7 @@ TEST(StepReport, BitsOfParameters_AreThoseOfAnyRankAndOfEach) {
 
 TEST(StepReport, NothingToSay_IsNotRefused_AndNoDifference) {
   EXPECT_EQ(refused(rows(3)), "");
-  EXPECT_EQ(table_of(rows(3)).difference(), Difference::kNone);
+  EXPECT_EQ(difference(rows(3)), "");
   EXPECT_FALSE(table_of(rows(2)).skipped());
   EXPECT_EQ(table_of(rows(2)).describe_non_finite(name_of), "");
 }
@@ -182,74 +184,103 @@ TEST(StepReport, SettingsAndSkips_OfOneRank_AreSeen) {
   EXPECT_TRUE(table_of(all).skipped());
 }
 
-TEST(StepReport, IdleStepOfOneRank_IsCertain_AndDescribed) {
-  std::vector<Row> all = rows(3);
-  all[2].report.facts.idle_step = true;
-  EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
-  expect_contains(table_of(all).describe_difference(),
-                  "the ranks are out of step: rank 2 stepped an optimizer twice without a "
-                  "backward in between, rank 0, rank 1 did not");
-  for (Row& row : all) row.report.facts.idle_step = true;
-  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
-  all[2].report.facts.idle_step = false;
-  all[2].report.compared = false;
-  EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // it gives no answer
+TEST(StepReport, EveryDifference_OfEqualParametersOrOfARankThatIsNotCompared_IsNone) {
+  for (const bool compared : {true, false}) {
+    std::vector<Row> all = rows(3);
+    all[1].report.facts.steps = 2;
+    all[1].report.facts.moved = 5;
+    if (compared) all[1].report.facts.sample = 5;
+    all[2].report.compared = false;
+    if (!compared) all[2].report.compared = true;
+    EXPECT_EQ(difference(all), "");
+  }
+  std::vector<Row> all = rows(2);
+  all[0].report.facts.sample = 0;  // unknown
+  all[1].report.facts.moved = 5;
+  EXPECT_EQ(difference(all), "");
 }
 
-TEST(StepReport, UpdatesThatDiffer_AreDecidedByTheSamples_WhereAllHaveOne) {
-  for (const auto fact : {&StepFacts::updated, &StepFacts::stepped_locally}) {
-    std::vector<Row> all = rows(2);
-    all[1].report.facts.*fact = true;
-    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);  // e.g. a sharded optimizer
+TEST(StepReport, ParametersThatDiffer_AndMovedOnSomeRanksOnly_AreDescribed) {
+  std::vector<Row> all = rows(3);
+  all[1].report.facts.sample = 5;
+  EXPECT_EQ(difference(all), "");  // samples alone decide nothing
+  all[1].report.facts.moved = std::numeric_limits<double>::quiet_NaN();
+  expect_contains(difference(all),
+                  "the ranks are out of step: rank 1 updated the parameters since the last "
+                  "synchronized backward, rank 0, rank 2 did not");
+  all[0].report.facts.local = true;
+  EXPECT_EQ(difference(all), "");
+}
+
+TEST(StepReport, ParametersThatDiffer_AndOtherNumbersOfSteps_AreDescribed_AlsoAfterLocalBackwards) {
+  for (const bool local : {false, true}) {
+    std::vector<Row> all = rows(3);
+    for (Row& row : all) row.report.facts.moved = 1;
+    for (Row& row : all) row.report.facts.steps = 1;
     all[1].report.facts.sample = 5;
-    EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
-    expect_contains(table_of(all).describe_difference(), "rank 1 updated the parameters");
-    all[0].report.facts.sample = 0;
-    EXPECT_EQ(table_of(all).difference(), Difference::kUnknown);
-    all[1].report.facts.*fact = false;
-    EXPECT_EQ(table_of(all).difference(), Difference::kNone);  // samples alone decide nothing
+    all[1].report.facts.local = local;
+    EXPECT_EQ(difference(all), "");
+    all[1].report.facts.steps = 2;
+    expect_contains(difference(all),
+                    "rank 1 made another number of optimizer steps since the last synchronized "
+                    "backward than rank 0, rank 2: 2, not 1");
   }
 }
 
-// Sharpness-aware minimization: such writes are undone later, so they prove nothing.
-TEST(StepReport, WritesAfterALocalBackward_ThatNoOptimizerReports_AreNoDifference) {
-  std::vector<Row> all = rows(2);
-  all[1].report.facts.updated = all[1].report.facts.updated_locally = true;
-  all[1].report.facts.moved = 9;
-  all[0].report.facts.moved = 1;
-  all[1].report.facts.sample = 5;
-  EXPECT_EQ(table_of(all).difference(), Difference::kNone);
-  all[1].report.facts.stepped_locally = true;
-  EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
-}
-
-TEST(StepReport, ParametersMovedFurtherOnOneRank_IsADifference_AndDescribed) {
-  for (const double factor : {1.42, 1.9, 2.0, 3.0, 4.0, 5.0}) {
-    for (const double distance : {1e-30, 0.3, 0.5, 1.0, 12345.0}) {
+TEST(StepReport, ParametersThatMovedFurtherOnOneRank_AreADifference_WhereDistancesAreMeasured) {
+  for (const double factor : {1.42, 2.0, 5.0}) {
+    for (const double distance : {1e-30, 0.3, 12345.0}) {
       std::vector<Row> all = rows(3);
       for (Row& row : all) row.report.facts.moved = distance;
-      EXPECT_EQ(table_of(all).difference(), Difference::kNone);
-      all[1].report.facts.moved = factor * distance;
-      EXPECT_EQ(table_of(all).difference(), Difference::kUnknown) << factor << " of " << distance;
       all[1].report.facts.sample = 5;
-      EXPECT_EQ(table_of(all).difference(), Difference::kCertain);
-      expect_contains(table_of(all).describe_difference(),
+      EXPECT_EQ(difference(all), "");
+      all[1].report.facts.moved = factor * distance;
+      expect_contains(difference(all),
                       "rank 1 changed the parameters by more since the last synchronized backward "
                       "than rank 0, rank 2, for example by an additional optimizer step");
+      all[0].report.facts.local = true;  // sharpness-aware minimization: undone later
+      EXPECT_EQ(difference(all), "");
+      all[0].report.facts.local = false;
+      for (Row& row : all) row.report.measured = false;
+      EXPECT_EQ(difference(all), "");
     }
   }
 }
 
 // Two kinds of processors may round differently.
-TEST(StepReport, ParametersMovedAlmostAlikeOrByNothingOrNan_IsNoDifference) {
-  for (const double other : {0.999999, 0.0, std::numeric_limits<double>::quiet_NaN(),
+TEST(StepReport, ParametersMovedAlmostAlikeOrToNan_IsNoDifference) {
+  for (const double other : {0.999999, std::numeric_limits<double>::quiet_NaN(),
                              std::numeric_limits<double>::infinity()}) {
     std::vector<Row> all = rows(2);
     all[0].report.facts.moved = 1.0;
     all[1].report.facts.moved = other;
     all[1].report.facts.sample = 5;
-    EXPECT_EQ(table_of(all).difference(), Difference::kNone) << other;
+    EXPECT_EQ(difference(all), "") << other;
   }
+}
+
+TEST(StepReport, Join_IsOver_WhenNoRankHasData_AndNamesARankThatHadDataToTheEnd) {
+  std::vector<Row> all = rows(3);
+  all[0].report.without_data = all[0].report.followed = true;
+  EXPECT_EQ(table_of(all).ranks_with_data(), 2);
+  for (Row& row : all) row.report.without_data = true;
+  EXPECT_EQ(table_of(all).ranks_with_data(), 0);
+  EXPECT_EQ(table_of(all).last_with_data(), 1);
+  EXPECT_FALSE(table_of(all).all_left());
+  all[0].report.followed = false;
+  EXPECT_EQ(table_of(all).last_with_data(), -1);
+}
+
+TEST(StepReport, Join_EarlyTerminationAndKeptGradients_AreRefused) {
+  std::vector<Row> all = rows(3);
+  for (Row& row : all) row.report.ends_early = true;
+  EXPECT_EQ(refused(all), "");
+  all[1].report.without_data = true;
+  expect_contains(refused(all), "rank 1 has run out of data");
+  for (Row& row : all) row.report.without_data = true;
+  EXPECT_EQ(refused(all), "");
+  all[2].report.keeps_gradients = true;
+  expect_contains(refused(all), "rank 2 added gradients to an average");
 }
 
 TEST(StepReport, GradientsThatAreNotFinite_AreNamedByRankAndParameter_AndCounted) {

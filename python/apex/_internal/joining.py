@@ -1,36 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The active join() of this process, for modules with their own collectives.
-
-They announce their collectives here, so that ranks that have run out of data can follow them.
-"""
+"""Whether this process is under ``DistributedDataParallel.join()``, for code whose collectives need
+every rank."""
 
 from __future__ import annotations
-
-from typing import Any, Protocol
 
 #: The row of the table of what is not served.
 WITH_AMP = "DistributedDataParallel.join() with master weights or a dynamic scale of amp"
 
-
-class Announcer(Protocol):
-    """The interface through which ``DistributedDataParallel.join()`` receives announcements."""
-
-    def announce_forward(self, synchronizes_buffers: bool) -> int:
-        """Announce a forward of the wrapper; returns the rank whose buffers are used."""
-
-    def announce_batch_norm(self, module: Any) -> None:
-        """Announce a synchronized batch norm that is about to run in training."""
+_active = False
 
 
-_current: Announcer | None = None
+def active() -> bool:
+    """Whether a join() is active."""
+    return _active
 
 
-def current() -> Announcer | None:
-    """The active join(), or None."""
-    return _current
-
-
-def set_current(announcer: Announcer | None) -> None:
-    """Set the active join(); None when it has ended."""
-    global _current
-    _current = announcer
+def set_active(on: bool) -> None:
+    """A join() begins or has ended."""
+    global _active
+    _active = on

@@ -48,6 +48,12 @@ INSTEAD = {
         )
         for name in METHODS_OF_APEX
     },
+    "DistributedDataParallel.join() with SyncBatchNorm": (
+        "use BatchNorm, or the same number of batches on every rank"
+    ),
+    "DistributedDataParallel.join() with gradients kept between synchronized backwards": (
+        "clear gradients (zero_grad), or accumulate under no_sync()"
+    ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": (
         "use `with model.join():` around the loop"
     ),

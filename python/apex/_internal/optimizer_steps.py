@@ -34,8 +34,7 @@ _engines: weakref.WeakKeyDictionary[Reduces, int] = weakref.WeakKeyDictionary()
 def watch_optimizers(engine: Reduces) -> None:
     """Report the steps of optimizers that hold parameters of ``engine`` to its reducer.
 
-    The engine cannot detect these itself. A fused optimizer does not bump the version counters of
-    the tensors that it writes, and a step without gradients writes nothing.
+    The engine cannot tell a step from a write by the script, which may differ by rank.
     """
     _engines.setdefault(engine, next(_next_number))
     _register()
@@ -49,9 +48,6 @@ def _register() -> None:
 
 # Optimizers inside a ShardedOptimizer, of which only the step of the ShardedOptimizer counts.
 taking_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-# Numbers instead of id(): the next optimizer may reuse the id() of a short-lived one.
-_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class _Known(NamedTuple):
@@ -97,5 +93,4 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     some = _one_of_each(optimizer)
     if some:
-        number = _numbers.setdefault(optimizer, next(_next_number))
-        _core.Reducer.optimizer_stepped(some, number)
+        _core.Reducer.optimizer_stepped(some)

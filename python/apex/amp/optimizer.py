@@ -302,7 +302,7 @@ class OptimizerStash:
         Without `scale`, as scripts with their own ``scale_loss`` call it, all scalers must have
         the same scale, unless there are no gradients.
         """
-        if joining.current() is not None and self.master_weights:
+        if joining.active() and self.master_weights:
             not_served.refuse(joining.WITH_AMP, RuntimeError)
         self.collect()
         self.follow_model(self._fresh)

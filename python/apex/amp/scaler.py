@@ -206,7 +206,7 @@ class LossScaler:
             return
         if not dist.is_initialized() or dist.get_world_size(group) < 2:
             return
-        if joining.current() is not None:
+        if joining.active():
             not_served.refuse(joining.WITH_AMP, RuntimeError)
         group = group or dist.group.WORLD
         found, rank = self.found_inf(), dist.get_rank(group)

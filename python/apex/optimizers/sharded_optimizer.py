@@ -187,7 +187,7 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             RuntimeError: if another rank has ended or failed, and under ``join()``.
         """
-        if joining.current() is not None:
+        if joining.active():
             raise RuntimeError(
                 "a ShardedOptimizer needs every rank, and under join() some have run out of data: "
                 "use the plain optimizer there."

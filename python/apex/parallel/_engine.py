@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import _core
-from apex._internal import skipped_steps
+from apex._internal import joining, skipped_steps
 from apex._internal.group_names import name_of
 from apex._internal.groups import (
     backend_name,
@@ -23,7 +23,6 @@ from apex._internal.groups import (
     group_like,
     require_group,
 )
-from apex._internal.joining import Announcer
 from apex._internal.optimizer_steps import watch_optimizers
 from apex._internal.untraced import in_transform
 from apex.parallel import _buffers, _options
@@ -67,7 +66,6 @@ class Engine:
     process_group: dist.ProcessGroup | None = None
     groups: Sequence[dist.ProcessGroup] = ()
     parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
-    join: Announcer | None = None  # the active join
     world_size = 0
     splits_graphs = False  # see Note [Compiled graphs are split by bucket] in _compile.py
     made = 0  # numbers the reducers; a reference to a reducer would keep its hooks alive
@@ -217,10 +215,10 @@ class Engine:
     def _watch(self) -> WatchedModule:
         return WatchedModule(self._wrapper, self._options.ignored)
 
-    def sync_buffers(self, root: int = 0) -> None:
-        """Broadcast the buffers of rank `root`. Collective."""
+    def sync_buffers(self) -> None:
+        """Broadcast the buffers of rank 0. Collective."""
         assert self._buffers_agreed is not None and self.process_group is not None
-        self._buffers_agreed.take(self.process_group, root)
+        self._buffers_agreed.take(self.process_group, 0)
 
     # --- forward ---
 
@@ -245,7 +243,7 @@ class Engine:
         if reducer is None:
             reducer = self.connected()
         elif changed:
-            if self.join is not None:
+            if joining.active():
                 raise RuntimeError(
                     "parameters were added, removed or replaced under join(): make such changes "
                     "before join(), on every rank."
@@ -257,10 +255,10 @@ class Engine:
             and wrapper.training
             and wrapper.require_forward_param_sync
             and reducer.synchronizing
+            and not joining.active()  # some ranks may run no forward
         )
-        root = 0 if self.join is None else self.join.announce_forward(copies)
         if copies:
-            self.sync_buffers(root)
+            self.sync_buffers()
 
     # --- copies ---
 

@@ -379,9 +379,10 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
     ) -> contextlib.AbstractContextManager[Any]:
         """``with ddp.join():`` around a training loop whose number of batches differs by process.
 
-        A process that leaves the block early takes part in the collectives of the others, with
-        zeros. When all have left, every process has the parameters and buffers of one that trained
-        to the end. Each forward and backward is announced, for which the host waits.
+        A process that leaves the block early takes part in the synchronized backwards of the
+        others, with zeros. When all have left, every process has the parameters and buffers of one
+        that trained to the end; buffers are not broadcast before that. On a GPU the host waits for
+        the report of each backward.
 
         Args:
             divide_by_initial_world_size: False: divide gradients by the number of processes that
@@ -390,8 +391,8 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
             throw_on_early_termination: raise on every process as soon as one has run out of data.
 
         Raises:
-            RuntimeError: if nested; with master weights or a dynamic scale of ``apex.amp``; or if
-                processes with data run different forwards or backwards.
+            RuntimeError: if nested; for SyncBatchNorm; with master weights or a dynamic scale of
+                ``apex.amp``; or, in backward, if gradients were kept.
         """
         if not enable:
             return contextlib.nullcontext()

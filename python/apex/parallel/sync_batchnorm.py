@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import apex._core  # noqa: F401  (registers torch.ops.apex)
-from apex._internal import joining
 
 from .syncbn_group import default_group_name, group_name_of
 
@@ -115,8 +114,7 @@ class SyncBatchNorm(_BatchNorm):
         moved = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moved else input
         group_name = self._group_name_in_training() if self.training else ""
-        # Under join() a rank that takes part without data does not know the layer.
-        layer_name = self._layer_name if group_name and joining.current() is None else ""
+        layer_name = self._layer_name if group_name else ""
         y: Tensor
         if group_name or (self.training and x.is_cuda):
             update = self.track_running_stats
@@ -143,9 +141,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _group_name_in_training(self) -> str:
         """The name of the ranks' group; empty for one rank."""
-        join = joining.current()
-        if join is not None:
-            join.announce_batch_norm(self)
         given = self._process_group_name
         return default_group_name() if given is None else given
 

@@ -12,16 +12,15 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/ops/zeros.h>
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include <apex/distributed/process_group.h>
 #include <apex/error.h>
+#include <apex/parallel/detail/model_sync.h>
+#include <apex/parallel/detail/output_tensors.h>
 #include <apex/parallel/guards.h>
-#include <apex/parallel/model_sync.h>
-#include <apex/parallel/output_tensors.h>
 #include <apex/parallel/reducer.h>
 #include <apex/parallel/sync_batch_norm.h>
 
@@ -182,7 +181,7 @@ class DistributedDataParallel {
       std::vector<NamedTensor> named;
       for (const auto& item : module_->named_buffers()) named.push_back({item.key(), item.value()});
       require_sendable(named, "buffer", process_group());
-      if (options_.init_sync()) synchronize_buffers(0);
+      if (options_.init_sync()) synchronize_buffers();
     }
   }
 
@@ -260,13 +259,22 @@ class DistributedDataParallel {
   ///       }
   ///     }
   ///
-  /// `divide_by_initial_world_size`: true divides gradients by the number of ranks, so that a rank
-  /// without data counts as zeros. False divides by the number of ranks that still have data.
-  /// Covers SyncBatchNorm over all ranks, but not other modules with their own collectives.
+  /// The arguments are those of Reducer::begin_join(). Buffers are not synchronized in forwards.
   /// Optimizer states are not exchanged: if they matter (momentum), all ranks should end together.
-  /// @throws InvalidArgument inside another join().
-  Join join(bool divide_by_initial_world_size = true) {
-    begin_join(divide_by_initial_world_size);
+  /// @throws Error inside another join(), and for a module with SyncBatchNorm, whose collectives
+  /// need
+  ///         every rank.
+  Join join(bool divide_by_initial_world_size = true, bool throw_on_early_termination = false) {
+    require_here();
+    for (const std::shared_ptr<torch::nn::Module>& module : module_->modules()) {
+      if (module->as<SyncBatchNormImpl>() == nullptr) continue;
+      throw Error(
+          "DistributedDataParallel.join() with SyncBatchNorm is not supported: use BatchNorm, or "
+          "the "
+          "same number of batches on every rank");
+    }
+    reducer_->begin_join(divide_by_initial_world_size, throw_on_early_termination);
+    joining_ = true;
     return Join([this] { end_join(); }, [this] { leave_join(); });
   }
 
@@ -399,11 +407,10 @@ class DistributedDataParallel {
   void before_forward() {
     if (identities() != parameters_) refuse_other_parameters();
     reducer_->prepare_for_forward();
-    const bool buffers =
-        options_.broadcast_buffers() && module_->is_training() && reducer_->synchronizing();
-    int64_t root = 0;
-    if (joining_) root = reducer_->announce(JoinEvent::kForward, buffers).active.front();
-    if (buffers) synchronize_buffers(root);
+    // Under join() some ranks may run no forward.
+    if (options_.broadcast_buffers() && module_->is_training() && reducer_->synchronizing() &&
+        !joining_)
+      synchronize_buffers();
   }
 
   void require_here() const {
@@ -420,57 +427,20 @@ class DistributedDataParallel {
     return *module_;
   }
 
-  void begin_join(bool divide_by_initial_world_size) {
-    require_here();
-    if (joining_) {
-      throw InvalidArgument(
-          "join() was entered inside another join(): wrap modules that are trained together in one "
-          "DistributedDataParallel, or train them in separate loops");
-    }
-    reducer_->begin_join(divide_by_initial_world_size);
-    joining_ = true;
-  }
-
   void leave_join() noexcept {
     joining_ = false;
-    try {
-      if (reducer_) reducer_->end_join();
-    } catch (const std::exception&) {
-      // The exception that ended the loop is already propagating, and it states the cause.
-    }
+    if (reducer_) reducer_->leave_join();
   }
 
   void end_join() {
     require_here();
-    int64_t root = -1;
-    try {
-      joining_ = false;
-      root = reducer_->follow_until_end([this](const JoinEvent& event) {
-        if (event.kind == JoinEvent::kCustom) {
-          follow_sync_batch_norm(event.argument, device());
-        } else if (event.argument != 0) {
-          synchronize_buffers(event.active.front());
-        }
-      });
-    } catch (...) {
-      leave_join();
-      throw;
-    }
-    if (root < 0) return;
-    // Must match the messages of apex.parallel's join() in Python, whose ranks may be in this job.
+    joining_ = false;
+    // Python's join() passes the same list. Its ranks may be in this job.
     std::vector<at::Tensor> tensors = module_->parameters();
     for (const at::Tensor& buffer : module_->buffers()) {
       if (buffer.layout() == at::kStrided) tensors.push_back(buffer);
     }
-    broadcast_coalesced(tensors, process_group(), root, kBroadcastBytes,
-                        "broadcast of parameters and buffers at the end of join()");
-    // A barrier: no rank continues, or exits, before every rank has received the broadcasts.
-    all_reduce_coalesced({at::zeros({1}, device())}, process_group(), 1.0, "end of join()");
-  }
-
-  at::Device device() const {
-    const std::vector<at::Tensor> parameters = module_->parameters();
-    return parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
+    reducer_->end_join(tensors);
   }
 
   static Wrapped required(Wrapped module) {
@@ -515,7 +485,7 @@ class DistributedDataParallel {
     return lines;
   }
 
-  void synchronize_buffers(int64_t root) {
+  void synchronize_buffers() {
     if (describe_buffers() != buffers_) {
       throw Error("rank " + std::to_string(process_group()->getRank()) +
                   ": a buffer was added, removed, or changed its shape or dtype since the ranks "
@@ -531,7 +501,7 @@ class DistributedDataParallel {
           ends_with(item.key(), "running_mean") || ends_with(item.key(), "running_var");
       buffers.push_back(running ? item.value().variable_data() : item.value());
     }
-    broadcast_coalesced(buffers, process_group(), root);
+    broadcast_coalesced(buffers, process_group());
   }
 
   static bool ends_with(const std::string& text, const std::string& end) {

@@ -12,9 +12,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/export.h>
-#include <apex/parallel/bucket_assignment.h>
 #include <apex/parallel/comm_hook.h>
-#include <apex/parallel/model_sync.h>
+#include <apex/parallel/detail/reducer_control.h>
 
 /// The engine of data-parallel training: averages gradients over the ranks of a process group while
 /// backward is still running.
@@ -28,7 +27,6 @@ namespace apex::parallel {
 
 namespace detail {
 class Reduction;
-class ReducerCore;
 struct ReductionSite;
 }  // namespace detail
 
@@ -100,14 +98,13 @@ struct ReducerOptions {
   bool check_finite = false;
 
   /// After each synchronized backward, throw RankMismatch on every rank if the ranks are out of
-  /// step: some have stepped an optimizer twice without a backward in between, or updated their
-  /// parameters, and others have not. The error lists what each rank did. On by default for
-  /// parameters on the CPU, where the check is free. On other devices the host waits, and steps of
-  /// libtorch's SGD alone are not detected, since they do not bump tensor versions. Parameters that
-  /// a program writes after a backward of only this rank, to undo that later, are not compared.
+  /// step: their parameters differ, and have moved on some ranks only, or further on some ranks.
+  /// The error names these ranks. A sample of 32 elements is compared. On by default for parameters
+  /// on the CPU, where the check is free. On other devices the host waits. Parameters that a
+  /// program writes after a backward of only this rank, to undo that later, are not compared.
   std::optional<bool> check_steps;
-  /// The program reports every step of an optimizer by Reducer::optimizer_stepped(), so that no
-  /// step is inferred from how far the parameters have moved.
+  /// The program reports every step of an optimizer by Reducer::optimizer_stepped(). Then the
+  /// numbers of steps are compared instead of the distances by which parameters have moved.
   bool steps_reported = false;
 
   /// If an exception ends the backward of some ranks, the other ranks skip the step, as with
@@ -132,24 +129,6 @@ struct ReducerOptions {
   /// library's own code and tests: the interface (src/reducer/reduction.h) is private and may
   /// change.
   std::function<std::unique_ptr<detail::Reduction>(const detail::ReductionSite&)> reduction_factory;
-};
-
-/// The next action of the active ranks, as received by a rank that has run out of data; see
-/// Reducer::begin_join().
-struct JoinEvent {
-  enum Kind : int64_t {
-    kEnd = 0,            ///< no rank is active any more
-    kForward = 1,        ///< a forward in training; argument: whether buffers are synchronized
-    kBackward = 2,       ///< a synchronized backward begins
-    kLocalBackward = 3,  ///< a backward without synchronization
-    kCustom = 4,         ///< announced by the caller; its argument is passed on
-    kBackwardEnd = 5,    ///< the synchronized backward has computed its gradients
-  };
-  Kind kind = kEnd;
-  int64_t argument = 0;
-  bool gradients_kept = false;    ///< kBackward only: gradients were not cleared before it
-  bool end_follows = false;       ///< kBackward only: a kBackwardEnd follows
-  std::vector<int64_t> active{};  ///< ranks that have data
 };
 
 /// Counters since construction, which show whether a fast path is taken, and times of the last
@@ -220,7 +199,7 @@ struct ReducerStatistics {
 /// On devices other than the CPU, ranks read each other's reports only with check_steps or
 /// skip_failed_steps. Without these options a failed rank sends NaN instead of zeros, and the ranks
 /// do not notice that they have frozen different parameters.
-class APEX_API Reducer {
+class APEX_API Reducer : public detail::ReducerControl {
  public:
   /// Verifies that all ranks hold the same parameters, broadcasts them from rank 0 (frozen ones as
   /// well), and hooks the trainable ones. Collective; blocks the host.
@@ -239,8 +218,6 @@ class APEX_API Reducer {
   Reducer(std::vector<NamedTensor> parameters,
           std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, ReducerOptions options = {});
   ~Reducer();
-  Reducer(const Reducer&) = delete;
-  Reducer& operator=(const Reducer&) = delete;
 
   /// Call before each forward. Detects parameters that were frozen, unfrozen, or changed dtype,
   /// device or strides. Every rank must make the same changes. Costs nanoseconds per parameter.
@@ -268,51 +245,6 @@ class APEX_API Reducer {
   /// any time.
   bool step_skipped() const;
 
-  /// With the option `weighted`: declares that the backwards until end_weight() are for samples of
-  /// this weight, such as their number. The weight is one element on any device. It is copied; a
-  /// weight on a device is read at the end of a synchronized backward. Several backwards of the
-  /// same samples count once. Weights add up while backward does not synchronize. In a synchronized
-  /// backward, a weight that is missing, negative or not finite throws RankMismatch on every rank.
-  /// If the weights sum to zero, gradients are zero. A backward that fails or is skipped drops its
-  /// weights. Not during backward. Does not block.
-  /// @throws Error without the option, or inside another weight; InvalidArgument unless the weight
-  ///         has exactly one real element.
-  void begin_weight(const at::Tensor& weight);
-  void begin_weight(double weight);
-  void end_weight() noexcept;
-  /// Takes over the weights that `other` has accumulated, when this reducer replaces it. Not while
-  /// either of them is in backward. Does not block.
-  void take_weight(Reducer& other);
-  /// The divisor of the last synchronized backward, the same on every rank; 0 before the first. May
-  /// be called at any time.
-  double total_weight() const;
-
-  /// Makes the next synchronized backward compare all parameters instead of a part, for example
-  /// after loading a checkpoint. It compares the same whether all ranks or only some call this. Has
-  /// no effect where replicas are not compared: see ReducerOptions::replica_check_every. Does not
-  /// block.
-  void check_replicas_next();
-
-  /// Optional check for an optimizer that is about to step these parameters. A step inside
-  /// backward, in a gradient's hook, would use this rank's gradient instead of the average. Thread
-  /// safe; does not block.
-  /// @throws Error if one of them is in a synchronized backward of several ranks, naming it.
-  static void optimizer_steps(const std::vector<at::Tensor>& parameters);
-
-  /// Optionally reports to the reducers that own these parameters that an optimizer has stepped.
-  /// check_steps then also detects a step without a backward, and a step by kernels that do not
-  /// bump tensor versions. `optimizer` is any number that identifies the optimizer. LARC and
-  /// amp::LossScaler report their steps themselves; for parameters on the CPU, steps of other
-  /// optimizers are detected from how far the parameters have moved, unless
-  /// ReducerOptions::steps_reported is set. Thread safe; does not block.
-  static void optimizer_stepped(const std::vector<at::Tensor>& parameters, int64_t optimizer);
-
-  /// The group that carries gradients, over the same ranks as the first group passed to the
-  /// constructor; nullptr after release(). For communication hooks. Issue collectives on it in the
-  /// order of the buckets.
-  c10::intrusive_ptr<c10d::ProcessGroup> communicator() const;
-  ReducerOptions options() const;  ///< those of the constructor
-
   /// Call with the outputs of each forward from which a loss may be computed. The reducer then
   /// knows that their backward takes part even if it reaches no parameter on this rank. Under
   /// reentrant checkpointing, the reduction then ends with the outer backward. Tensors that do not
@@ -325,74 +257,13 @@ class APEX_API Reducer {
   void set_synchronizing(bool on);
   bool synchronizing() const;
 
-  /// Uneven inputs. Between begin_join() and end_join() each rank announces its forwards with
-  /// announce(); its backwards are announced automatically. A rank that has run out of data calls
-  /// await_event() until it returns kEnd, and takes part in the others' backwards with zeros,
-  /// through shadow_backward_begin() and shadow_backward_end(). Each announcement is one small
-  /// all-reduce that the host waits for.
-  ///
-  /// `divide_by_initial_world_size`: true divides gradients by the number of ranks, so that a rank
-  /// without data counts as zeros. False divides by the number of ranks that still have data.
-  void begin_join(bool divide_by_initial_world_size);
-  void end_join();
-  /// Announces what this rank does next.
-  ///
-  /// Backwards of synchronized batch norms (apex::parallel::sync_batch_norm and its module) are
-  /// announced as kCustom with the argument 4 * n + k. k = 1 is a backward with n channels; k = 2
-  /// and 3 are sums of n float32 and float64 values. Forwards have k = 0 and are announced before
-  /// any backward, by the C++ module or else by the caller. After the first such forward,
-  /// kBackwardEnd is announced as well, and buckets are launched when backward ends. Between
-  /// kBackward and kBackwardEnd, a rank without data takes part in every announced collective
-  /// before it calls shadow_backward_end().
-  ///
-  /// @throws RankMismatch on every rank if active ranks announce different things.
-  JoinEvent announce(JoinEvent::Kind kind, int64_t argument);
-  JoinEvent await_event();
-  /// @param event  the kBackward event.
-  void shadow_backward_begin(const JoinEvent& event);
-  /// The loop of a rank without data. Calls await_event() until the end, shadows backwards, calls
-  /// `on_event` for each kForward and kCustom, then calls end_join(). Returns a rank that had data
-  /// to the end, the same on every rank, or -1 if all ranks had.
-  int64_t follow_until_end(const std::function<void(const JoinEvent&)>& on_event);
-  /// A rank that had data to the end, the same on every rank, or -1 if all ranks had. `followed`:
-  /// this rank received events other than kEnd. Collective; blocks the host.
-  int64_t last_with_data(bool followed) const;
-  void shadow_backward_end();
-
   /// Replaces the all-reduce and the averaging by a hook; nullptr restores them. In the next
   /// backward the ranks agree on a new plan. Every rank must make the same call. For gradients on
   /// the CPU, the next backward throws RankMismatch on every rank if some ranks did not make it.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
 
-  /// Discards the plan; the next backward records a new one. Every rank must make the same call, as
-  /// for set_comm_hook().
-  void rebuild_buckets();
-
-  /// Drops the references to the process groups, so that a graph that keeps the reducer alive does
-  /// not keep the groups alive. For the end of a process; not collective. A later synchronized
-  /// backward throws. Idempotent.
-  void release();
-
-  /// Calls release() on every reducer of this process, including reducers that only graphs refer
-  /// to, and waits until the groups that reducers created are destroyed. Call it at the end of a
-  /// process, for reducers in global variables. Blocks; skips reducers with a backward in progress.
-  static void release_all();
-
-  /// The current plan (indices into parameters()); nullopt before the first backward.
-  std::optional<BucketPlan> plan() const;
-
-  /// The flat buffer of each bucket of the last backward, [elements], in launch order. With
-  /// gradient_as_bucket_view, gradients are views of these buffers. Empty before the first
-  /// backward and after a failed one.
-  std::vector<at::Tensor> buffers() const;
-
-  /// All parameters, duplicates removed.
-  const std::vector<NamedTensor>& parameters() const;
-
+  /// May be called at any time, also by other threads.
   ReducerStatistics statistics() const;
-
- private:
-  std::shared_ptr<detail::ReducerCore> core_;
 };
 
 }  // namespace apex::parallel

@@ -17,8 +17,7 @@
 
 #include <apex/error.h>
 #include <apex/export.h>
-#include <apex/parallel/model_sync.h>
-#include <apex/parallel/reducer.h>
+#include <apex/parallel/detail/model_sync.h>
 
 namespace torch::optim {
 class LBFGS;
@@ -137,7 +136,6 @@ class ShardedOptimizer {
       owners.push_back(owners_[i]);
     }
     broadcast_from_owners(published, owners, group_, "publication of a ShardedOptimizer's step");
-    Reducer::optimizer_stepped(parameters_, static_cast<int64_t>(reinterpret_cast<intptr_t>(this)));
   }
 
   /// Clears the gradients of all parameters.

@@ -158,11 +158,6 @@ APEX_API void convert_sync_batch_norm(
     torch::nn::Module& model, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {},
     bool channel_last = false);
 
-/// For a rank that has run out of data, see Reducer::begin_join(): takes part, with an empty batch,
-/// in the collectives that SyncBatchNorm layers over all ranks announce as JoinEvent::kCustom.
-/// `device` is the device of the model. Collective; blocks like the layers.
-APEX_API void follow_sync_batch_norm(int64_t announced, at::Device device);
-
 /// Sets the layer_name of every SyncBatchNorm in `model`.
 APEX_API void name_layers(torch::nn::Module& model);
 

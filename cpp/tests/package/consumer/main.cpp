@@ -6,7 +6,7 @@
 #include <string>
 
 #include <apex/error.h>
-#include <apex/parallel/bucket_assignment.h>
+#include <apex/parallel/detail/bucket_assignment.h>
 #include <apex/version.h>
 
 #ifdef CONSUMER_OPERATORS
