@@ -95,7 +95,7 @@ class Steps:
                             what = f"micro-batch {micro}: model {m}"
                             self.reference.compare(self.rank, net, what, self.tolerance)
             self.apart = (self.apart | quiet) - ({f.model for f in forwards} - quiet)
-            if not quiet and chosen is None:
+            if not quiet and chosen is None and args.get("clear", "none") == "none":
                 self._check_retained(forwards)
             if not last:
                 self._give_up(args.get("give_up", []), forwards)
@@ -392,7 +392,8 @@ class Steps:
         for wrapper in (f.wrapper for f in forwards if f.wrapper is self.wrappers[f.model][-1]):
             if not wrapper.retain_allreduce_buffers or self.shared:
                 continue
-            ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in wrapper.allreduce_buffers]
+            buffers = [b for b in wrapper.allreduce_buffers if not b.is_sparse]
+            ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers]
             for name, p in wrapper.module.named_parameters():
                 if p.grad is not None and p.requires_grad and not p.grad.is_sparse:
                     at = p.grad.data_ptr()
