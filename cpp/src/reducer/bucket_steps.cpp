@@ -20,19 +20,16 @@ void join_producers(const PlannedBucket& entry) {
   const at::Device device = entry.message.device();
   if (device.is_cpu() || entry.producers.empty()) return;
   const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  bool foreign = false;
   for (const c10::Stream& producer : entry.producers) {
     if (producer == current) continue;
-    foreign = true;
     // Recorded now, after every gradient that was enqueued on the producer so far.
     c10::Event event(device.type());
     event.record(producer);
     event.block(current);
   }
-  if (!foreign) return;
   for (const BucketMessage::Slot& slot : entry.message.slots()) {
-    // The allocator must not reuse a gradient's memory on the producer's stream while this stream
-    // reads it.
+    // The allocator must not reuse a gradient's memory on the stream that allocated it, which may
+    // be none of the producers, while this stream reads it.
     const at::Tensor& grad = slot.variable.grad();
     if (grad.defined() && (has_memory(grad) || grad.layout() != at::kStrided))
       grad.record_stream(current);

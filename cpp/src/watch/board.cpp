@@ -167,8 +167,9 @@ Board::~Board() { --boards; }
 void Board::begin(Answer answer) {
   answer_ = std::move(answer);
   if (!has_store()) return;
-  post([self = shared_from_this()](c10d::Store& store) { self->introduce(store); })
-      .wait_until(Clock::now() + patience);
+  post([self = shared_from_this()](c10d::Store& store) {
+    self->introduce(store);
+  }).wait_until(Clock::now() + patience);
   look_again(chain_);
 }
 
