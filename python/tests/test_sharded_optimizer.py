@@ -176,12 +176,15 @@ def _parts(rank: int, world: int) -> None:
     def sharded(kind: Any, held: Any, on: bool, **options: Any) -> Any:
         return ShardedOptimizer(held, kind, **options) if on else kind(held, **options)
 
-    def mixed() -> list[Tensor]:
-        held = [torch.randn(50) for _ in range(3)] + [torch.randn(50, dtype=torch.complex64)]
+    def real() -> list[Tensor]:
+        held = [torch.randn(50) for _ in range(3)]
         held += [torch.randn(6, 8)[:, ::2], torch.randn(4, 9).t(), torch.randn(0)]
         return [nn.Parameter(p) for p in held]
 
-    _compare(mixed, lambda held, on: sharded(FusedAdam, held, on))
+    def mixed() -> list[Tensor]:
+        return [*real(), nn.Parameter(torch.randn(50, dtype=torch.complex64))]
+
+    _compare(real, lambda held, on: sharded(FusedAdam, held, on))
     _compare(mixed, lambda held, on: sharded(torch.optim.SGD, held, on, lr=0.1, momentum=0.9))
     # LARC inside, and outside
     larc = lambda held, lr: LARC(torch.optim.SGD(held, lr=lr))  # noqa: E731
