@@ -11,8 +11,8 @@ import argparse
 import datetime
 import os
 import signal
+import socket
 import sys
-import tempfile
 import time
 
 import torch
@@ -55,7 +55,7 @@ def _run(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{store}", timeout, world_size=2, rank=rank)
+    dist.init_process_group("gloo", store, timeout, world_size=2, rank=rank)
     middle, slow = nn.Linear(256, 256), Slow()
     middle.weight.register_hook(slow)
     layers = [nn.Linear(256, 256), nn.ReLU(), middle, nn.ReLU(), nn.Linear(256, 10)]
@@ -85,13 +85,15 @@ def main() -> int:
     argparse.ArgumentParser("python -m apex.demo", description=__doc__).parse_args()
     os.environ["APEX_STALL_SECONDS"] = str(STALL_S)
     print("apex.demo: what one of two processes that train on this host reports", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        ranks = [context.Process(target=_run, args=(r, os.path.join(folder, "s"))) for r in (0, 1)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_run, args=(rank, store)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
     return int(ranks[0].exitcode != 0)
 
 

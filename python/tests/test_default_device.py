@@ -148,7 +148,7 @@ def _sync_batch_norm(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 
 def _uneven(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    wrapped = DistributedDataParallel(convert_syncbn_model(model), broadcast_buffers=True)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with wrapped.join():
         for x in batches[: 3 - torch.distributed.get_rank()]:

@@ -51,7 +51,7 @@ constexpr int64_t kAlignmentBytes = 16;
 /// they leave no gaps.
 at::Tensor view_of(const at::Tensor& buffer, const BucketMessage::Slot& slot,
                    at::ScalarType dtype) {
-  const at::Tensor& like = slot.variable;
+  const at::Tensor& like = slot.like;
   at::Tensor flat = buffer.narrow(0, slot.offset, slot.numel * (at::isComplexType(dtype) ? 2 : 1));
   if (at::isComplexType(dtype)) flat = at::view_as_complex(flat.view({-1, 2}));
   if (like.is_non_overlapping_and_dense()) {
@@ -96,6 +96,8 @@ BucketMessage::BucketMessage(const std::vector<int64_t>& parameters,
     Slot slot;
     slot.parameter = parameters[i];
     slot.variable = variables[i];
+    slot.like = at::empty_strided(variables[i].sizes(), variables[i].strides(),
+                                  variables[i].options().device(at::kMeta));
     slot.numel = variables[i].numel();
     slots_.push_back(std::move(slot));
   }
@@ -116,7 +118,7 @@ void BucketMessage::allocate() {
   const int64_t numel = numel_ + options_.tail;
   buffer_ = options_.allocate ? options_.allocate(numel, options) : at::zeros({numel}, options);
   home_ = buffer_;
-  const at::ScalarType dtype = slots_.front().variable.scalar_type();
+  const at::ScalarType dtype = slots_.front().like.scalar_type();
   const at::ScalarType real = c10::toRealValueType(dtype);
   if (real != dtype_) home_ = at::zeros({numel_}, options.dtype(real));
   for (Slot& slot : slots_) slot.view = view_of(home_, slot, dtype);
@@ -212,7 +214,7 @@ std::vector<at::Tensor> BucketMessage::views_of(const at::Tensor& gradients) con
   const BelowAutograd guard;
   std::vector<at::Tensor> views;
   for (const Slot& slot : slots_) {
-    const at::ScalarType dtype = slot.variable.scalar_type();
+    const at::ScalarType dtype = slot.like.scalar_type();
     const bool same = c10::toRealValueType(dtype) == dtype_;
     views.push_back(view_of(gradients, slot, same ? dtype : dtype_));
   }

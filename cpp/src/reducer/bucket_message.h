@@ -36,6 +36,7 @@ class BucketMessage {
   struct Slot {
     int64_t parameter;    ///< index of the parameter in the reducer
     at::Tensor variable;  ///< the parameter
+    at::Tensor like;      ///< on `meta`: its shape, strides and dtype when the message was made
     int64_t offset = 0;   ///< first element in the buffer
     int64_t numel = 0;    ///< elements of the gradient
     /// A view of the buffer with the parameter's shape, strides and dtype. It is never handed out,

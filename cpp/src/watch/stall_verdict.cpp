@@ -127,8 +127,12 @@ std::string describe(const Stall& stall) {
   if (!stall.store_answers && stall.processes.empty()) {
     return text +
            "\n  who:   unknown: the store, through which ranks report, does not answer"
-           "\n  why:   its process (rank 0 or the launcher) has ended, is stopped or unreachable"
-           "\n  next:  check that this process is running and its host can be reached";
+           "\n  why:   its process (rank 0 or the launcher) has ended, is stopped or unreachable, "
+           "or it "
+           "is no TCPStore"
+           "\n  next:  check that this process is running and its host can be reached; a group "
+           "that "
+           "was made with file:// has no reports";
   }
   const std::vector<int> late = parallel::late(stall);
   if (late.empty()) {
