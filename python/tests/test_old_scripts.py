@@ -70,7 +70,7 @@ def test_tacotron2_trains_on_one_and_two_ranks(ranks: RankPool, level: str) -> N
 
 
 @pytest.mark.parametrize(
-    "level, scale", [("O0", None), ("O1", None), ("O2", "128.0"), ("O2", "dynamic")]
+    "level, scale", [("O0", None), ("O1", "1024.0"), ("O2", "128.0"), ("O2", "dynamic")]
 )
 def test_resnet_with_larc_trains_alike_on_two_ranks(
     ranks: RankPool, level: str, scale: str | None

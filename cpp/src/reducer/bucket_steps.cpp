@@ -84,6 +84,10 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
   join_producers(entry);
   BucketMessage& message = entry.message;
   message.pack(pass.used, pass.kept, entry.averaging(context).before);
+  // A failed backward may free the buffer while this stream, which need not be the one that
+  // allocated it, writes to it.
+  keep_for_current_stream(message.tensor());
+  keep_for_current_stream(message.gradients_buffer());
   if (packed) packed();
   context.statistics.add(&ReducerStatistics::gradients_copied, message.copied());
   if (entry.traits.shares_memory)
