@@ -214,24 +214,44 @@ void report_at_once(const std::string& text) {
   if (may_print(neighbours())) notify(text);
 }
 
+namespace {
+
+/// What a launcher gave to a process when it started: its rank, and what all ranks of a job share.
+struct Launched {
+  std::string rank, job;
+};
+
+Launched launched(const std::string& pid) {
+  std::ifstream environment("/proc/" + pid + "/environ");
+  Launched result;
+  for (std::string entry; std::getline(environment, entry, '\0');) {
+    if (entry.rfind("RANK=", 0) == 0) result.rank = entry.substr(5);
+    for (const char* name : {"MASTER_ADDR=", "MASTER_PORT=", "TORCHELASTIC_RUN_ID=", "WORLD_SIZE="})
+      if (entry.rfind(name, 0) == 0) result.job += entry + '\n';
+  }
+  return result;
+}
+
+}  // namespace
+
 std::map<int, ProcessName> launched_ranks() noexcept try {
   static auto* const mutex = new std::mutex;
   static auto* const ranks = new std::map<int, ProcessName>;
   const std::lock_guard<std::mutex> lock(*mutex);
-  if (std::getenv("RANK") == nullptr) return *ranks;
+  const Launched own = launched("self");
+  if (own.rank.empty()) return *ranks;
   std::error_code error;
   const std::string parent = "/proc/" + std::to_string(::getppid()) + "/task";
   for (const auto& task : std::filesystem::directory_iterator(parent, error)) {
     std::ifstream children(task.path() / "children");
     for (int64_t pid = 0; children >> pid;) {
-      std::ifstream environment("/proc/" + std::to_string(pid) + "/environ");
-      for (std::string entry; std::getline(environment, entry, '\0');) {
-        if (entry.rfind("RANK=", 0) != 0) continue;
-        const auto process = process_of(pid);
-        if (!process) continue;
-        ranks->emplace(std::atoi(entry.c_str() + 5), *process);
-        watch_process(*process);
-      }
+      // The parent may have started other jobs as well.
+      const Launched other = launched(std::to_string(pid));
+      if (other.rank.empty() || other.job != own.job) continue;
+      const auto process = process_of(pid);
+      if (!process) continue;
+      ranks->emplace(std::atoi(other.rank.c_str()), *process);
+      watch_process(*process);
     }
   }
   return *ranks;
