@@ -367,3 +367,24 @@ def test_sparse_gradients_of_an_embedding_are_unscaled(to_none: bool) -> None:
         optimizer.step()
     moved = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0])[:, None].expand(5, 2)
     torch.testing.assert_close(before - model.weight, moved.half(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_script_that_scales_the_loss_and_clears_the_model_trains_as_backward_does(
+    name: str,
+) -> None:
+    """Hazard: gradients of the next iteration are taken for those that were unscaled."""
+    results = []
+    for own in (True, False):
+        model = net()
+        optimizer = wrap(model, **OPTIONS[name])
+        for step in range(5):
+            model.zero_grad()
+            if own:
+                (loss_of(model, step) * optimizer.loss_scale).backward()
+                optimizer.update_master_grads()
+            else:
+                optimizer.backward(loss_of(model, step))
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))

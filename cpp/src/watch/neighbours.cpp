@@ -217,13 +217,13 @@ void report_at_once(const std::string& text) {
 namespace {
 
 /// What a launcher gave to a process when it started: its rank, and what all ranks of a job share.
-struct Launched {
+struct FromLauncher {
   std::string rank, job;
 };
 
-Launched launched(const std::string& pid) {
+FromLauncher from_launcher(const std::string& pid) {
   std::ifstream environment("/proc/" + pid + "/environ");
-  Launched result;
+  FromLauncher result;
   for (std::string entry; std::getline(environment, entry, '\0');) {
     if (entry.rfind("RANK=", 0) == 0) result.rank = entry.substr(5);
     for (const char* name : {"MASTER_ADDR=", "MASTER_PORT=", "TORCHELASTIC_RUN_ID=", "WORLD_SIZE="})
@@ -238,7 +238,7 @@ std::map<int, ProcessName> launched_ranks() noexcept try {
   static auto* const mutex = new std::mutex;
   static auto* const ranks = new std::map<int, ProcessName>;
   const std::lock_guard<std::mutex> lock(*mutex);
-  const Launched own = launched("self");
+  const FromLauncher own = from_launcher("self");
   if (own.rank.empty()) return *ranks;
   std::error_code error;
   const std::string parent = "/proc/" + std::to_string(::getppid()) + "/task";
@@ -246,7 +246,7 @@ std::map<int, ProcessName> launched_ranks() noexcept try {
     std::ifstream children(task.path() / "children");
     for (int64_t pid = 0; children >> pid;) {
       // The parent may have started other jobs as well.
-      const Launched other = launched(std::to_string(pid));
+      const FromLauncher other = from_launcher(std::to_string(pid));
       if (other.rank.empty() || other.job != own.job) continue;
       const auto process = process_of(pid);
       if (!process) continue;

@@ -123,7 +123,6 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         if self._unmarked:  # the script has scaled the loss itself
             self._stash.collect()
             self._stash.mark(self.loss_scaler.loss_scale())
-            self._unmarked = False
         self._stash.unscale(self.loss_scaler)
         self.loss_scaler.synchronize()
         self.overflow = self.loss_scaler.update_scale()
