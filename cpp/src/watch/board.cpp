@@ -355,8 +355,10 @@ void Board::look_again(int64_t chain) {
 void Board::look() {
   const auto began = Clock::now();
   const bool idle = waiting_ == 0 && collecting_ == 0;
-  // A process that has ended may have hosted the store, and torch logs every call of a lost store.
-  if (idle && !look_around(ProcessState::kEnded).empty()) return;
+  // torch logs every call of a lost store. The store may end soon after a wait, with the job, so
+  // the look that was due during the wait is left out. A process that has ended may have hosted it.
+  if (idle && (answered_since(began - interval()) || !look_around(ProcessState::kEnded).empty()))
+    return;
   try {
     run([&](c10d::Store& store) {
       const int64_t news = store.add(key("news"), 0);
