@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_support import free_port
 from torch import Tensor, nn
 
 PLACES = ["construction", "batch norm", "backward", "loader"]
@@ -129,6 +130,49 @@ def test_rank_ends_it_is_named_before_the_others_are_killed(
 def test_ranks_that_end_normally_are_not_named(tmp_path: Path) -> None:
     text = _output("torchrun", 2, "nowhere", "1", "killed", tmp_path)
     assert "has ended" not in text, text
+
+
+_TWO_RANKS = """
+import pathlib, sys, time
+import torch, torch.distributed as dist
+from apex.parallel import DistributedDataParallel
+
+folder = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    (folder / "waits").touch()
+    while not (folder / "killed").exists():
+        time.sleep(0.01)
+DistributedDataParallel(torch.nn.Linear(2, 2))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_rank_of_another_job_of_the_same_parent_that_ends_is_not_named(tmp_path: Path) -> None:
+    def start(rank: int, port: int, *command: str) -> subprocess.Popen[str]:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    other = start(1, free_port(), "-c", "import time; time.sleep(600)")
+    port = free_port()
+    job = [start(rank, port, "-c", _TWO_RANKS, str(tmp_path)) for rank in (0, 1)]
+    while not (tmp_path / "waits").exists():
+        assert job[1].poll() is None
+        time.sleep(0.05)
+    other.kill()
+    other.wait()
+    (tmp_path / "killed").touch()
+    outputs = [process.communicate(timeout=120)[0] for process in job]
+    assert [process.returncode for process in job] == [0, 0], outputs
+    assert "has ended" not in "".join(outputs)
 
 
 def _count(runs: int, worlds: list[int]) -> None:
