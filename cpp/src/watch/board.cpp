@@ -347,7 +347,9 @@ void Board::look_again(int64_t chain) {
   run_at(Clock::now() + interval(), [weak = weak_from_this(), chain] {
     const auto board = weak.lock();
     if (!board || board->chain_ != chain) return;
-    board->look();
+    // After a wait, the look that was due is left out: the job may have ended, and with it the
+    // store.
+    if (!board->answered_since(Clock::now() - board->interval())) board->look();
     board->look_again(chain);
   });
 }
@@ -355,10 +357,8 @@ void Board::look_again(int64_t chain) {
 void Board::look() {
   const auto began = Clock::now();
   const bool idle = waiting_ == 0 && collecting_ == 0;
-  // torch logs every call of a lost store. The store may end soon after a wait, with the job, so
-  // the look that was due during the wait is left out. A process that has ended may have hosted it.
-  if (idle && (answered_since(began - interval()) || !look_around(ProcessState::kEnded).empty()))
-    return;
+  // A process that has ended may have hosted the store, and torch logs every call of a lost store.
+  if (idle && !look_around(ProcessState::kEnded).empty()) return;
   try {
     run([&](c10d::Store& store) {
       const int64_t news = store.add(key("news"), 0);
