@@ -140,14 +140,21 @@ class OnDevice(TorchFunctionMode):
 
 
 def init_group(rank: int, world: int, store: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    """`store`: what init_method takes, or PORT/NAME of a server that another process keeps."""
     if DEVICE != "cpu":
         share_one_gpu(rank)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    port, served, name = store.partition("/")
+    how: dict[str, Any] = {"init_method": store}
+    if served and port.isdecimal():
+        server = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
+        how = {"store": dist.PrefixStore(name, server)}
     dist.init_process_group(
         "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=store,
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
+        **how,
     )
     # Gloo reports a rank as connected before the others have completed the connection. If a test
     # ended the group or the rank immediately, they would find a closed connection.
@@ -208,6 +215,9 @@ class RankPool:
         self._starting: list[connection.Connection] = []
         self._world = 0
         self._store = ""
+        # One server for all groups: the port of a server that a rank starts may be taken meanwhile.
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._groups = 0
 
     def __enter__(self) -> RankPool:
         return self
@@ -233,7 +243,8 @@ class RankPool:
         self._start(world)
         if world != self._world:
             self._world = world
-            self._store = f"tcp://127.0.0.1:{free_port()}"
+            self._groups += 1
+            self._store = f"{self._server.port}/{self._groups}"
         task = pickle.dumps((timeout_s, self._store, world, body, args))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(task)
