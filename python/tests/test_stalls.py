@@ -90,8 +90,10 @@ def over_sockets() -> Verdicts:
 def check_verdict(verdicts: Verdicts, name: str) -> None:
     culprit = {"store": 0, "forward": 2, "construction": 2, "one_after_the_other": 2}.get(name, 1)
     assert 1 <= len(verdicts[name]) <= 2, verdicts[name]
-    for rank, text in verdicts[name]:
-        assert rank != culprit
+    # On a loaded machine the culprit may wait for another rank afterwards, and report that as well.
+    by_others = [text for rank, text in verdicts[name] if rank != culprit]
+    assert by_others
+    for text in by_others:
         assert f"who:   rank {culprit} holds it up" in text
         assert re.findall(r"where: rank (\d)", text) == [str(culprit)]
         for part in SAYS[name]:
