@@ -70,11 +70,6 @@ std::string name_of(const PlannedBucket& entry, size_t index, const ReducerConte
              : "";
 }
 
-void start(PlannedBucket& entry, const at::Tensor& tensor, const std::string& what,
-           ReducerContext& context) {
-  entry.reduction->start(entry.message, tensor, what);
-}
-
 }  // namespace
 
 void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
@@ -94,8 +89,8 @@ void launch_bucket(PlannedBucket& entry, size_t index, const BackwardPass& pass,
     context.statistics.add(&ReducerStatistics::reduced_in_shared_memory);
   if (entry.traits.across_hosts) context.statistics.add(&ReducerStatistics::reduced_by_host);
   const std::string what = name_of(entry, index, context);
-  entry.launched = true;  // set now: zeros must be sent if packing throws
-  start(entry, message.tensor(), what, context);
+  entry.launched = true;  // not before: if packing throws, zeros must be sent
+  entry.reduction->start(message, message.tensor(), what);
 }
 
 void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerContext& context,
@@ -118,7 +113,7 @@ void launch_absent(std::vector<PlannedBucket>& entries, bool failed, ReducerCont
     keep_for_current_stream(tensor);
     // The name must be the same as on ranks that send gradients: see Note [Ranks in different
     // collectives].
-    start(entry, tensor, describe_bucket(entry, b, context), context);
+    entry.reduction->start(entry.message, tensor, describe_bucket(entry, b, context));
   }
   // The report follows.
   if (!entries.empty()) let_next_pass(entries.back(), entries.size() - 1, context);

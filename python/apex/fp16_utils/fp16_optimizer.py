@@ -63,7 +63,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         self._stash.collect()
         self.overflow = False
         self.first_closure_call_this_step = True
-        #: No backward pass of this object and no update came after the gradients were cleared.
+        #: backward() of this object was not called since the gradients were cleared.
         self._unmarked = True
         self.clip_grad_norm = clip_grad_norm
 

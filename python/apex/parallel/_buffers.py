@@ -87,14 +87,16 @@ class Buffers:
                 ) from None
             check(self._module, group, self._ignored)
             self._layout = _layout(tensors)
-        names = [name for name, _ in self._module.named_buffers()] if tensors else ["none"]
-        span = "' to '".join(dict.fromkeys([names[0], names[-1]]))
-        what = f"broadcast of buffers ('{span}')"
-        # Also without buffers, so that a rank that registers its first one finds no other rank in
-        # the next collective.
-        if not tensors:
+        if tensors:
+            names = [name for name, _ in self._module.named_buffers()]
+            span = "' to '".join(dict.fromkeys([names[0], names[-1]]))
+        else:
+            # So that a rank that registers its first buffer finds no other rank in the next
+            # collective.
+            span = "none"
             parameter = next(self._module.parameters(), torch.empty(0, device="cpu"))
             tensors = [torch.zeros(1, device=parameter.device)]
+        what = f"broadcast of buffers ('{span}')"
         _core.broadcast_coalesced(tensors, name_of(group), root, what)
 
 
