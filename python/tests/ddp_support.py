@@ -16,6 +16,7 @@ import copy
 import datetime
 import faulthandler
 import importlib.util
+import logging
 import multiprocessing
 import os
 import pickle
@@ -402,6 +403,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
         grad = dense(parameter.grad)
         result[name.removeprefix("module.")] = None if grad is None else grad.clone()
     return result
+
+
+@contextlib.contextmanager
+def notices(at_least: int = 0) -> Iterator[list[str]]:
+    """What the engine notes meanwhile. Waits for `at_least` texts, because a thread logs them."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("apex.parallel.watch")
+    logger.addHandler(handler)
+    try:
+        yield texts
+        until = time.monotonic() + 30
+        while len(texts) < at_least and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        logger.removeHandler(handler)
 
 
 # --- assertions: processes of the pool run without pytest's rewriting, so these say what they saw

@@ -7,7 +7,6 @@ rank."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ from ddp_support import (
     check_near,
     check_same_on_all_ranks,
     gradients,
+    notices,
     raises,
 )
 
@@ -242,31 +242,20 @@ def test_out_of_step_in_one_of_several_wrappers(ranks: RankPool, name: str) -> N
     ranks.run(2, _several, name)
 
 
-def _notices() -> list[str]:
-    texts: list[str] = []
-
-    class Keeps(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    logging.getLogger("apex.parallel.watch").addHandler(Keeps())
-    return texts
-
-
 def _off_by_one(rank: int, world: int) -> None:
     """The synchronized micro-batch is the second of three, and the step follows the third."""
-    notices = _notices()
     ddp = DistributedDataParallel(make())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    for step in range(12):
-        with contextlib.nullcontext() if step % 3 == 1 else ddp.no_sync():
-            backward(ddp, rank, step)
-        if step % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    said = [text for text in notices if "outside of no_sync()" in text]
-    check_equal(len(said), 1 if rank == 0 else 0, f"notices in {notices}")
-    check_equal(len(notices), len(said), f"other notices in {notices}")
+    with notices(rank == 0) as texts:
+        for step in range(12):
+            with contextlib.nullcontext() if step % 3 == 1 else ddp.no_sync():
+                backward(ddp, rank, step)
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    said = [text for text in texts if "outside of no_sync()" in text]
+    check_equal(len(said), 1 if rank == 0 else 0, f"notices in {texts}")
+    check_equal(len(texts), len(said), f"other notices in {texts}")
 
 
 def test_step_after_local_backward_on_every_rank_warns_once(ranks: RankPool) -> None:
@@ -275,24 +264,24 @@ def test_step_after_local_backward_on_every_rank_warns_once(ranks: RankPool) -> 
 
 def _perturbs(rank: int, world: int) -> None:
     """Sharpness-aware minimization, as in issue threads: perturbed by this rank's gradient."""
-    notices = _notices()
     ddp = DistributedDataParallel(make(), message_size=20)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    for step in range(20):
-        with ddp.no_sync():
+    with notices() as texts:
+        for step in range(20):
+            with ddp.no_sync():
+                backward(ddp, rank, step)
+            before = [p.detach().clone() for p in ddp.parameters()]
+            with torch.no_grad():
+                for p in ddp.parameters():
+                    p.add_(p.grad, alpha=0.01)
+            optimizer.zero_grad()
             backward(ddp, rank, step)
-        before = [p.detach().clone() for p in ddp.parameters()]
-        with torch.no_grad():
-            for p in ddp.parameters():
-                p.add_(p.grad, alpha=0.01)
-        optimizer.zero_grad()
-        backward(ddp, rank, step)
-        with torch.no_grad():
-            for p, value in zip(ddp.parameters(), before, strict=True):
-                p.copy_(value)
-        optimizer.step()
+            with torch.no_grad():
+                for p, value in zip(ddp.parameters(), before, strict=True):
+                    p.copy_(value)
+            optimizer.step()
     check_same_on_all_ranks(list(ddp.parameters()), "parameters")
-    check_equal(notices, [], "notices")
+    check_equal(texts, [], "notices")
 
 
 def test_sharpness_aware_minimization_is_silent(ranks: RankPool) -> None:

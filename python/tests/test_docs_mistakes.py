@@ -8,7 +8,6 @@ in test_ddp_weighted.
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import re
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool
+from ddp_support import RankPool, notices
 from torch import Tensor, nn
 
 import apex.parallel
@@ -41,15 +40,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor, both: bool = True) -> Tensor:
         y = self.second(x)
         return self.first(y) if both else y
-
-
-class Notices(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _zero_division(gradient: Tensor) -> None:
@@ -93,26 +83,23 @@ def _train(rank: int, world: int, package: str, mistake: str) -> tuple[int, str,
         "torch": nn.parallel.DistributedDataParallel,
         "apex": apex.parallel.DistributedDataParallel,
     }[package]
-    notices = Notices()
-    logging.getLogger("apex.parallel.watch").addHandler(notices)
     torch.manual_seed(0)
     wrong = mistake == "order" and rank == 1
     net = Net(("second", "first")) if wrong else Net()
     step, said = -1, ""
-    try:
-        options: dict[str, Any] = {"replica_check_every": 20} if mistake == "load" else {}
-        ddp = wrapper(net, process_group=group, **(options if package == "apex" else {}))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(STEPS):  # noqa: B007
-            _step(mistake, ddp, optimizer, rank, step)
-        step = STEPS
-    except RuntimeError as error:
-        said = str(error)
-    finally:
-        logging.getLogger("apex.parallel.watch").removeHandler(notices)
+    with notices() as noted:
+        try:
+            options: dict[str, Any] = {"replica_check_every": 20} if mistake == "load" else {}
+            ddp = wrapper(net, process_group=group, **(options if package == "apex" else {}))
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            for step in range(STEPS):  # noqa: B007
+                _step(mistake, ddp, optimizer, rank, step)
+            step = STEPS
+        except RuntimeError as error:
+            said = str(error)
     named = sorted(net.named_parameters())
     flat = torch.cat([parameter.detach().flatten() for _, parameter in named])
-    return step, said, notices.texts, flat
+    return step, said, noted, flat
 
 
 def _averaged() -> Tensor:
@@ -135,8 +122,8 @@ def test_forward_through_the_module_torch_does_not_average_and_apex_does(ranks: 
     theirs = ranks.run(2, _train, "torch", "module")
     assert [(step, said) for step, said, _, _ in theirs] == [(STEPS, "")] * 2
     assert not torch.allclose(theirs[0][3], theirs[1][3], atol=1e-4)
-    for step, said, notices, parameters in ranks.run(2, _train, "apex", "module"):
-        assert (step, said, notices) == (STEPS, "", [])
+    for step, said, noted, parameters in ranks.run(2, _train, "apex", "module"):
+        assert (step, said, noted) == (STEPS, "", [])
         torch.testing.assert_close(parameters, _averaged())
 
 
