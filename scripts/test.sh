@@ -51,12 +51,7 @@ apex_quiet "$venv/bin/python" -m pip install --requirement "$here/analysis-requi
   echo "that failed; tests of what could not be installed are skipped"
 build=$(apex_build_folder "$venv") || exit 1
 defines=${SKBUILD_CMAKE_DEFINE:-}
-for part in ${parts[@]+"${parts[@]}"}; do
-  defines+="${defines:+;}APEX_BUILD_$part=ON"
-  if ! grep -qs "^APEX_BUILD_$part:[A-Z]*=ON" "$build/CMakeCache.txt"; then
-    rm -f "$venv/.apex-package-stamp"  # the installed package was built without them
-  fi
-done
+for part in ${parts[@]+"${parts[@]}"}; do defines+="${defines:+;}APEX_BUILD_$part=ON"; done
 # By scikit-build-core's variable, because older versions of pip have no option for it.
 SKBUILD_CMAKE_DEFINE=$defines apex_install_package "$venv" || exit 1
 apex_quiet "$venv/bin/cmake" --build "$build" --parallel "$(apex_build_jobs)" || exit 1

@@ -5,9 +5,8 @@
 #
 #   apex_ensure_venv DIR [REQUIREMENT...]   create DIR if it is missing, and install torch, the
 #                                           build dependencies and the REQUIREMENTs
-#   apex_install_package DIR [OPTION...]    build and install the package into DIR, unless DIR has
-#                                           a package built from exactly these sources. OPTIONs
-#                                           are passed to pip
+#   apex_install_package DIR [OPTION...]    build what has changed, and install the package into DIR.
+#                                           OPTIONs are passed to pip
 #   apex_build_folder DIR                   print the folder in which that was built
 #   apex_help                               print the head of the script that sources this file
 #
@@ -127,35 +126,6 @@ apex_ensure_venv() {
     "cmake>=3.22" ninja "$@"
 }
 
-# apex_package_stamp DIR: print a line that changes with the sources of the package, the Python and
-# the torch.
-apex_package_stamp() {
-  (cd "$apex_root" && "$1/bin/python" - <<'PYTHON'
-import hashlib
-import pathlib
-import shutil
-import subprocess
-import sys
-from importlib.metadata import version
-
-sources = ["CMakeLists.txt", "pyproject.toml", "cmake", "cpp", "python"]
-unused = ("cpp/tests/", "cpp/examples/", "python/tests/")
-names = []
-if shutil.which("git"):
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *sources]
-    names = subprocess.run(command, capture_output=True).stdout.decode().split("\0")
-if not any(names):  # an unpacked archive instead of a checkout: take every file
-    names = sources + [str(file) for source in sources for file in pathlib.Path(source).rglob("*")]
-digest = hashlib.sha256()
-for name in sorted(set(names)):
-    file = pathlib.Path(name)
-    if name and file.is_file() and not name.startswith(unused) and "__pycache__" not in name:
-        digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-print(digest.hexdigest(), sys.version.split()[0], version("torch"))
-PYTHON
-  )
-}
-
 # apex_build_jobs: print the number of parallel compilers. A compiler uses up to 2 GiB.
 apex_build_jobs() {
   local jobs memory
@@ -169,29 +139,20 @@ apex_build_jobs() {
 }
 
 apex_install_package() {
-  local dir stamp stamp_file jobs
+  local dir jobs
   dir=$(cd "$1" && pwd) || return 1
   shift
-  stamp_file=$dir/.apex-package-stamp
-  stamp=$(apex_package_stamp "$dir") || return 1
-  if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$stamp" ] &&
-    apex_has_module "$dir/bin/python" apex; then
-    echo "apex-parallel in $dir is up to date"
-    return 0
-  fi
   command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
     apex_error "there is no C++ compiler here: install one (Debian and Ubuntu: g++), or set CXX." ||
     return 1
   jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(apex_build_jobs)}
-  echo "building and installing apex-parallel into $dir ($jobs at a time; about two minutes of processor time)"
-  rm -f "$stamp_file"
+  echo "building and installing apex-parallel into $dir ($jobs at a time; from nothing about two minutes of processor time)"
   if [ -z "${CMAKE_CXX_COMPILER_LAUNCHER:-}" ] && command -v ccache >/dev/null; then
     # ccache needs this for precompiled headers, see its manual.
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
   fi
   PATH="$dir/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
-    apex_counted "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root" || return 1
-  echo "$stamp" >"$stamp_file"
+    apex_counted "$dir/bin/python" -m pip install --no-build-isolation "$@" "$apex_root"
 }
 
 # apex_build_folder DIR: print where scikit-build-core builds for the Python of DIR.
