@@ -5,14 +5,13 @@
 
 The backends take turns. The size is that of a rank's largest tensor: the tensor that it reduces, or
 the result of a gather. The time is per call, averaged over several calls in a row, on the slowest
-rank. ``ratio`` is the median of apex's time divided by Gloo's of the same turn. ``Gloo, 4 lo`` has
-several connections between two ranks (``GLOO_SOCKET_IFNAME=lo,lo,lo,lo``). Writes ``backend.json``.
+rank. ``ratio`` is the median of apex's time divided by Gloo's of the same turn. Writes
+``backend.json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 import apex  # noqa: F401  # registers the backend
 
 SIZES_KIB = [1, 4, 64, 1024, 16384, 48128, 262144]
-TITLES = {"gloo": "Gloo", "gloo_4": "Gloo, 4 lo", "apex": "apex"}
+TITLES = {"gloo": "Gloo", "apex": "apex"}
 ROUNDS = 15
 
 
@@ -49,24 +48,10 @@ def collectives(numel: int, group: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def groups() -> dict[str, Any]:
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([before or "lo"] * 4)
-    several = dist.new_group(backend="gloo")
-    os.environ.pop("GLOO_SOCKET_IFNAME")
-    if before is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = before
-    return {
-        "gloo": dist.new_group(backend="gloo"),
-        "gloo_4": several,
-        "apex": dist.new_group(backend="apex"),
-    }
-
-
 def measure(sizes: list[int], only: list[str]) -> list[dict[str, Any]]:
     """A row for each kind and size. Collective."""
     turns = harness.Turns("cpu")
-    by_name = groups()
+    by_name = {name: dist.new_group(backend=name) for name in TITLES}
     rows = []
     for kind in only:
         for kib in sizes if kind != "barrier" else sizes[:1]:
@@ -82,7 +67,6 @@ def measure(sizes: list[int], only: list[str]) -> list[dict[str, Any]]:
             for name, found in times.items():
                 row[f"{name}_ms"] = harness.quartiles([t / calls * 1e3 for t in found])
             row["ratio"] = harness.ratios(times["apex"], times["gloo"])
-            row["ratio_4"] = harness.ratios(times["apex"], times["gloo_4"])
             rows.append(row)
             if dist.get_rank() == 0:
                 print(kind, kib, {name: f"{row[f'{name}_ms']['median']:.4f}" for name in by_name})
@@ -92,14 +76,13 @@ def measure(sizes: list[int], only: list[str]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     head = ["collective", "KiB", *(f"{title}, ms" for title in TITLES.values())]
     return harness.table(
-        [*head, "ratio to Gloo", "to 4 lo"],
+        [*head, "ratio to Gloo"],
         [
             [
                 row["kind"],
                 str(row["kib"]),
                 *(f"{row[f'{name}_ms']['median']:.3f}" for name in TITLES),
                 f"{row['ratio']['median']:.3f}",
-                f"{row['ratio_4']['median']:.3f}",
             ]
             for row in rows
         ],

@@ -8,8 +8,6 @@ row. A line shows the time and the CPU time of a call on rank 0, in milliseconds
 turns), and the time to copy the same number of bytes on every rank. A tensor in the process's own
 memory is copied to shared memory and back in parts, which takes as much memory traffic as the sum
 itself. So ``share of copy``, the time of a copy relative to the all-reduce, cannot exceed one half.
-A bucket of the reducer is in shared memory. Its time is measured with one parameter whose gradient
-is a view of the bucket: a backward minus a backward in ``no_sync()``.
 
 SyncBatchNorm: forward and backward of 16 small layers, alternately with statistics over all ranks
 and with statistics of each rank alone. The difference, per layer, is the cost of two collectives.
@@ -31,10 +29,10 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 
 from apex import _core
-from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
+from apex.parallel import SyncBatchNorm, create_syncbn_process_group
 
 CHANNELS = [16, 64, 256, 1024]
 LAYERS = 16
@@ -52,32 +50,13 @@ def timed(call: Callable[[], Any], calls: int) -> tuple[float, float]:
     return elapsed / calls * 1e3, busy / calls * 1e3
 
 
-class OneParameter(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(numel))
-
-    def forward(self) -> Tensor:
-        return self.weight.sum()
-
-
 def measure(kib: int, name: str) -> dict[str, float]:
     tensor = torch.zeros(kib * 256)
     other = torch.empty_like(tensor)
-    model = DistributedDataParallel(
-        OneParameter(tensor.numel()), gradient_as_bucket_view=True, message_size=1 << 62
-    )
-
-    def alone() -> None:
-        with model.no_sync():
-            model().backward()
-
     ways: dict[str, Callable[[], Any]] = {
         "gloo": lambda: dist.all_reduce(tensor),
         "shared": lambda: _core.all_reduce(tensor, name, True),
         "copy": lambda: other.copy_(tensor),
-        "alone": alone,
-        "together": lambda: model().backward(),
     }
     calls = max(3, min(50, 4096 // kib))
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -90,11 +69,8 @@ def measure(kib: int, name: str) -> dict[str, float]:
     for way, times in found.items():
         row[f"{way}_ms"] = statistics.median(t for t, _ in times)
         row[f"{way}_processor_ms"] = statistics.median(p for _, p in times)
-    turns = zip(found["together"], found["alone"], strict=True)
-    row["bucket_ms"] = statistics.median(together - alone for (together, _), (alone, _) in turns)
     row["ratio"] = row["shared_ms"] / row["gloo_ms"]
     row["share_of_copy"] = row["copy_ms"] / row["shared_ms"]
-    row["bucket_share_of_copy"] = row["copy_ms"] / row["bucket_ms"]
     return row
 
 
@@ -149,17 +125,12 @@ def layer_table(rows: list[dict[str, float]]) -> str:
 
 def table(rows: list[dict[str, float]]) -> str:
     head = ["KiB", "Gloo, ms", "its processor", "shared memory, ms", "its processor", "ratio",
-            "a copy, ms", "share of copy", "a bucket, ms", "share of copy"]  # fmt: skip
+            "a copy, ms", "share of copy"]  # fmt: skip
     keys = ["gloo_ms", "gloo_processor_ms", "shared_ms", "shared_processor_ms", "ratio", "copy_ms",
-            "share_of_copy", "bucket_ms", "bucket_share_of_copy"]  # fmt: skip
+            "share_of_copy"]  # fmt: skip
     return harness.table(
-        head, [[f"{row['kib']:.0f}", *(figure(row, key) for key in keys)] for row in rows]
+        head, [[f"{row['kib']:.0f}", *(f"{row[key]:.3f}" for key in keys)] for row in rows]
     )
-
-
-def figure(row: dict[str, float], key: str) -> str:
-    """A number of a row. A difference of two times may be smaller than their spread; then "-"."""
-    return "-" if "bucket" in key and row["bucket_ms"] <= 0 else f"{row[key]:.3f}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 # Simulate two hosts on one machine: two network namespaces joined by a rate-limited link, one rank in each, with Gloo.
-# Shows how much communication is hidden behind backward, for different bucket sizes. With --ranks-per-host, the ranks of
+# With --ranks-per-host, the ranks of
 # a host are in one PID namespace, so that they can share memory, as in a container.
 #
 #   benchmarks/netns.sh [--links "1gbit/0 4gbit/0"] [--script ddp] [--ranks-per-host 1]
@@ -10,7 +10,7 @@
 # A link is RATE/DELAY in tc's notation. DELAY (0, or a number of ms) is that of one direction. Frames are jumbo frames of
 # 9000 bytes. Needs root, ip and tc (iproute2) and the kernel's veth and tbf, for a delay also netem. Creates the
 # namespaces apex-a-PID and apex-b-PID and removes them at the end. PYTHON selects the interpreter (default: python3).
-# Takes about six minutes per link.
+# Takes about two minutes per link.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -41,7 +41,7 @@ command="benchmarks/netns.sh --links '$links'"
 command+="${arguments[*]:+ ${arguments[*]}}"
 if [ ${#arguments[@]} -eq 0 ] && [ "$script" = ddp ]; then
   # As many rounds as fit into the seconds: a step takes 0.2 s on one link and 2 s on another.
-  arguments=(--models resnet18 --bucket-mb 0.5 1 4 10 25 --rounds 40 --warmup 2 --seconds 210)
+  arguments=(--models resnet18 --variants torch apex apex_group --rounds 40 --warmup 2 --seconds 120)
 fi
 
 [ -f "$here/$script.py" ] || fail "there is no benchmark '$script'."

@@ -12,8 +12,6 @@ Prints, for torch's DistributedDataParallel and apex's:
   so only their accumulation and the wrapper remain.
 - Time added to a wrapped forward, of one small linear layer and of 40 batch norms. torch broadcasts
   their buffers before every forward, and apex does so on request.
-- Counts per step: collectives and copied gradients (apex's own counters), dispatched operators and
-  allocated bytes, and on CUDA launched kernels and copies (from the profiler).
 - With --instructions, instead of all that, machine instructions per step and per parameter, which
   do not depend on the load of the machine: see instructions.py.
 """
@@ -58,7 +56,6 @@ WRAPPERS: dict[str, tuple[str, Wrap]] = {
         lambda module: ApexDDP(module, broadcast_buffers=True),
     ),
 }
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMemcpyAsync")
 STEP_WRAPPERS = [
     *("none", "torch", "torch_view", "torch_static", "apex", "apex_view", "apex_weighted"),
 ]
@@ -197,61 +194,14 @@ def measure_forwards(device: str, rounds: int) -> list[dict]:
     return results
 
 
-def _profiled(step: Callable[[], None], device: str) -> dict[str, int]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    _synchronize(device)
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
-        _synchronize(device)
-    events = profile.events()
-    counts = {
-        "operators": sum(event.name.startswith(("aten::", "c10d::")) for event in events),
-        "allocated_bytes": sum(max(0, event.self_cpu_memory_usage) for event in events),
-    }
-    if device == "cuda":
-        counts["launches"] = sum(event.name in LAUNCHES for event in events)
-    return counts
-
-
-def measure_counts(device: str, count: int, numel: int) -> dict[str, Any]:
-    """Exact counts of one step in the steady state, minus the counts without a wrapper."""
-    counts: dict[str, Any] = {}
-    for name in STEP_WRAPPERS:
-        module, step = _stepper(name, count, numel, device)
-        for _ in range(5):
-            step()
-        before = module.statistics() if isinstance(module, ApexDDP) else None
-        step()
-        entry: dict[str, int] = {}
-        if before is not None:
-            after = module.statistics()
-            gone = {key: after[key] - before[key] for key in after}
-            entry["collectives"] = gone["launched_in_backward"] + gone["launched_at_end"]
-            entry["copies"] = gone["gradients_copied"]
-        entry.update(_profiled(step, device))
-        counts[name] = entry
-    for key in ("operators", "allocated_bytes", "launches"):
-        if key not in counts["none"]:
-            continue
-        for name in counts:
-            if name != "none":
-                counts[name][f"added_{key}"] = counts[name][key] - counts["none"][key]
-    return {"count": count, "numel": numel, "wrappers": counts}
-
-
 def measure(device: str, rounds: int, numels: list[int], counts: list[int]) -> dict[str, Any]:
     return {
         "steps": measure_steps(device, rounds, numels, counts),
         "forwards": measure_forwards(device, rounds),
-        "per_step": measure_counts(device, max(counts), numels[0]),
     }
 
 
 # --- report ---
-
-COUNTS = ("collectives", "copies", "added_operators", "added_allocated_bytes", "added_launches")
 
 
 def report(result: dict[str, Any]) -> str:
@@ -275,17 +225,6 @@ def report(result: dict[str, Any]) -> str:
             f"\n### Forward of {entry['title']} (its own: {entry['none_us']:.1f} us)\n\n"
             + harness.table(["added", "us (quartiles)"], rows)
         )
-    counts = result["per_step"]
-    keys = [key for key in COUNTS if any(key in entry for entry in counts["wrappers"].values())]
-    rows = [
-        [WRAPPERS[name][0], *(f"{entry[key]}" if key in entry else "" for key in keys)]
-        for name, entry in counts["wrappers"].items()
-        if name != "none"
-    ]
-    text.append(
-        f"\n### Per step, {counts['count']} parameters of {counts['numel']} elements\n\n"
-        + harness.table(["", *(key.replace("_", " ") for key in keys)], rows)
-    )
     return "\n".join(text)
 
 
