@@ -135,7 +135,7 @@ def test_every_launcher_starts_a_script(launcher: str, tmp_path: Path) -> None:
     if launcher == "torchrun":  # torchrun does not pass it, so this is the default of old scripts
         command += ["--local_rank", "-1"]
     place = {"cwd": tmp_path, "env": environment(), "timeout_s": TIMEOUT_S}
-    done = run_script(*command, **place, forks_ranks=launcher != "multiproc")
+    done = run_script(*command, **place)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == pytest.approx([1.7273], rel=1e-2)
 
