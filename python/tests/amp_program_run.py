@@ -205,7 +205,10 @@ class Run:
         if kind == "torch":
             self.wrapped = nn.parallel.DistributedDataParallel(self.net)
         elif kind:
-            self.wrapped = DistributedDataParallel(self.net, message_size=100)
+            views = "views" in kind
+            self.wrapped = DistributedDataParallel(
+                self.net, message_size=100, gradient_as_bucket_view=views
+            )
 
     def masters(self) -> list[Tensor]:
         for known in self.known:
@@ -272,10 +275,14 @@ class Run:
                 with amp.scale_loss(loss, self.optimizers, part["loss"], **options) as scaled:
                     if raises:
                         raise BodyRaised
-                    (scaled * (float("inf") if part["overflow"] else 1.0)).backward()
+                    (scaled * self.factor(part)).backward()
             except BodyRaised:
                 check(raises, "an error that nobody raised")
         return loss.item()
+
+    def factor(self, part: dict[str, Any]) -> float:
+        """An overflow is one of the last rank alone, and skips the step on all."""
+        return float("inf") if part["overflow"] and self.rank == self.program.world - 1 else 1.0
 
     def forward(self, x: Tensor) -> None:
         self.net(x)
@@ -366,8 +373,7 @@ class PlainRun(Run):
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             x = batch(program, number, index, self.rank)
             loss = loss_of(program, self.wrapped, x, part) / len(step.parts)
-            factor = float("inf") if part["overflow"] else 1.0
-            (self.scaler.scale(loss) * factor).backward()
+            (self.scaler.scale(loss) * self.factor(part)).backward()
         return loss.item()
 
     def optimizers_step(self, step: Step) -> None:

@@ -28,7 +28,7 @@ from ddp_support import RankPool, RanksFailed
 
 BATCH = 25
 BATCH_TIMEOUT_S = 300
-WRAPPERS = ("apex", "torch")
+WRAPPERS = ("apex", "apex, views", "torch")
 #: Optimizers that accept torch.amp.GradScaler's flag as a tensor. Copies of torch's do not.
 FUSED = tuple(name for name in OPTIMIZERS if name.startswith("Fused"))
 

@@ -57,35 +57,6 @@ def test_fused_optimizer_steps_as_torchs(alias: object, plain: object) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("restored", [False, True])
-def test_fused_sgd_parameter_with_a_late_first_gradient_steps_as_torchs(
-    dampening: float, decay: float, restored: bool
-) -> None:
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "weight_decay": decay}
-
-    def run(make: object) -> list[torch.Tensor]:
-        members = params()
-        optimizer = make([{"params": members}, {"params": [nn.Parameter(torch.ones(2))]}])
-        for step in range(5):
-            if step == 2 and restored:
-                state = copy.deepcopy(optimizer.state_dict())
-                optimizer = make([{"params": members}, {"params": [nn.Parameter(torch.ones(2))]}])
-                optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            # the second parameter gets gradients late, and one group never does
-            used = members if step > 2 else members[:1]
-            sum((p - 1).pow(2).sum() for p in used).backward()
-            optimizer.step()
-        return [p.detach() for p in members]
-
-    mine = run(lambda p: optimizers.FusedSGD(p, **options))
-    want = run(lambda p: torch.optim.SGD(p, **options, foreach=True))
-    for a, b in zip(mine, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 def _apexs(state: dict, name: str) -> dict:
     """`state` in the layout of Apex's class: only its settings, and the step in the group."""
     state = copy.deepcopy(state)
@@ -142,51 +113,6 @@ def test_fused_optimizer_loads_the_state_of_apexs_class(name: str, level: str | 
         assert torch.equal(a, b)
     with pytest.raises(ValueError, match="param"):
         mine.load_state_dict({"state": {}, "param_groups": 2 * state["param_groups"]})
-
-
-LOW_PRECISION = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-@pytest.mark.parametrize("cast", ["before", "after", "with a float32 one"])
-def test_fused_optimizer_of_low_precision_parameters_follows_float64(
-    name: str, dtype: torch.dtype, cast: str
-) -> None:
-    """Sizes below, at and above vector sizes: pytorch#191763 affects whole vectors."""
-    options = {"FusedAdam": {"eps": 0.1, "adam_w_mode": False}, "FusedSGD": {"momentum": 0.9}}[name]
-    sizes = (3, 64, 67)
-    members = [nn.Parameter(torch.randn(n)) for n in sizes]
-    wanted = [nn.Parameter(p.detach().double()) for p in members]
-    widened = members[:1] if cast == "with a float32 one" else []
-    if cast == "before":
-        members = [nn.Parameter(p.detach().to(dtype)) for p in members]
-    mine = getattr(optimizers, name)(members, lr=0.1, **options)
-    for p in members:
-        p.data = p.data if any(p is other for other in widened) else p.data.to(dtype)
-    plain = torch.optim.SGD if name == "FusedSGD" else torch.optim.Adam
-    options.pop("adam_w_mode", None)
-    reference = plain(wanted, lr=0.1, **options)
-    for _ in range(4):
-        for a, b in zip(members, wanted, strict=True):
-            b.grad = torch.randn(a.shape, dtype=torch.float64)
-            a.grad = b.grad.to(a.dtype)
-        mine.step()
-        reference.step()
-    for a, b in zip(members, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=LOW_PRECISION[dtype])
-
-
-def test_fused_sgd_of_bfloat16_with_torchs_grad_scaler_is_unscaled() -> None:
-    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-    optimizer = optimizers.FusedSGD([weight], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for _ in range(2):
-        weight.grad = torch.full_like(weight, 8 * 0.25)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-    assert torch.equal(weight, torch.full_like(weight, 0.5))
 
 
 @pytest.mark.parametrize(

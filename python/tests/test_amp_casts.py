@@ -466,29 +466,6 @@ def test_autocast_inside_o1_has_its_own_type(inside: torch.dtype, expected: floa
         assert linear(torch.ones(1, 1)).dtype == torch.float16
 
 
-@pytest.mark.parametrize("make", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
-def test_o1_recurrent_cell_over_time_matches_float32(make: type[nn.Module]) -> None:
-    reference = make(3, 4)
-    model, optimizer = prepare(copy.deepcopy(reference))
-    inputs = torch.rand(5, 2, 3)
-
-    def unroll(cell: nn.Module) -> torch.Tensor:
-        state = None
-        for step in inputs:
-            state = cell(step, state)
-        output = state[0] if isinstance(state, tuple) else state
-        return output.float().pow(2).sum()
-
-    for _ in range(2):
-        optimizer.zero_grad()
-        with amp.scale_loss(unroll(model), optimizer) as scaled:
-            scaled.backward()
-    with amp.disable_casts():
-        unroll(reference).backward()
-    for mine, want in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, want.grad, rtol=2e-2, atol=5e-3)
-
-
 def test_compiled_model_runs_in_half_and_trains() -> None:
     model, optimizer = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     x = torch.rand(3, 4)

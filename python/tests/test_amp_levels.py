@@ -19,7 +19,6 @@ from apex import amp
 from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel
-from apex.parallel.LARC import LARC
 
 F32, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {
@@ -339,13 +338,6 @@ def test_cast_model_copied_or_pickled_runs_its_own_parameters() -> None:
         assert not torch.equal(twin(x), expected) and torch.equal(model(x), expected)
 
 
-def test_initialize_accepts_larc() -> None:
-    model = net()
-    optimizer = LARC(sgd(model))
-    returned = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert returned == (model, optimizer)
-
-
 def test_initialize_existing_optimizer_state_follows_the_parameters() -> None:
     for level, expected in (("O2", F32), ("O3", HALF)):
         model = net()
@@ -395,16 +387,6 @@ def test_initialize_leaves_complex_and_integer_tensors_alone(level: str) -> None
         scaled.backward()
     optimizer.step()
     assert not torch.equal(model.gain, reference.gain) and model.gain.isfinite().all()
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-def test_initialize_casts_recurrent_modules_and_batch_norm_by_level(level: str) -> None:
-    low = F32 if level == "O0" else HALF
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.LSTM(4, 3), nn.BatchNorm1d(4, affine=False))
-    amp.initialize(model, opt_level=level, verbosity=0)
-    assert model[0].weight.dtype == model[0].running_mean.dtype == (HALF if level == "O3" else F32)
-    assert {p.dtype for p in model[1].parameters()} == {low}
-    assert model[2].running_mean.dtype == low
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

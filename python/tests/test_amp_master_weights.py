@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,59 +144,6 @@ def test_fp16_optimizer_made_before_the_broadcast_is_the_same_on_every_rank(
     ranks.run(2, _fp16_optimizer)
 
 
-def _resumed(rank: int, world: int) -> None:
-    for level in ("O2", "O2-bf16"):
-        model, optimizer = _build(rank, level)
-        _train(DistributedDataParallel(model), optimizer, rank, range(3))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        _train(DistributedDataParallel(model), optimizer, rank, range(3, 6))
-        expected = _parameters_of(model)
-        for wrap in ("first", "last"):
-            for order in ("model, optimizer", "optimizer, model", "model on rank 0"):
-                if (wrap, order) == ("first", "model on rank 0"):
-                    continue  # no broadcast happens then
-                model, optimizer = _build(50 + rank, level)
-                wrapped = DistributedDataParallel(model) if wrap == "first" else model
-                if order == "optimizer, model":
-                    optimizer.load_state_dict(copy.deepcopy(saved[1]))
-                if rank == 0 or order != "model on rank 0":
-                    model.load_state_dict(saved[0])
-                if wrap == "last":
-                    wrapped = DistributedDataParallel(model)
-                if order == "model on rank 0":
-                    for mine, theirs in saved[0].items():
-                        if "running" in mine or "num_batches" in mine:
-                            model.state_dict()[mine].copy_(theirs)
-                if order != "optimizer, model":
-                    optimizer.load_state_dict(copy.deepcopy(saved[1]))
-                _train(wrapped, optimizer, rank, range(3, 6))
-                for name, value in _parameters_of(model).items():
-                    check_equal(value, expected[name], f"{level}, {wrap}, {order}: {name}")
-
-
-def test_checkpoint_of_several_ranks_resumes_bit_for_bit(ranks: RankPool) -> None:
-    ranks.run(2, _resumed)
-
-
-def _loaded_on_rank_0(rank: int, world: int) -> None:
-    torch.manual_seed(7)
-    other = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    for way, share in WAYS.items():
-        for early in (False, True):
-            model, optimizer = _build(rank, "O2")
-            if early:
-                optimizer.zero_grad()
-            if rank == 0:
-                model.load_state_dict(other.state_dict())
-            wrapped = share(model)
-            _train(wrapped, optimizer, rank, range(3))
-            _check_ranks(model, optimizer, f"{way}, early={early}")
-
-
-def test_model_loaded_on_rank_0_and_sent_is_the_same_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, _loaded_on_rank_0)
-
-
 def _model_and_masters(seed: int) -> tuple[nn.Module, Any]:
     model, optimizer = _build(seed, "O2")
     optimizer.zero_grad()
@@ -248,5 +194,52 @@ def test_written_parameter_is_followed_before_and_after_the_first_step() -> None
                 scaled.backward()
             optimizer.step()
             check_equal(next(amp.master_params(optimizer))[0].detach(), torch.full((5,), 2.0), "")
+    finally:
+        forget_amp()
+
+
+def _add(master: Tensor) -> None:
+    with torch.no_grad():
+        master.add_(0.25)
+
+
+def _set_data(master: Tensor) -> None:
+    master.data = master.data + 0.25
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("write", [_add, _set_data, lambda master: master.data.add_(0.25)])
+@pytest.mark.parametrize("level", ["O2", "O2-bf16"])
+def test_changed_masters_reach_the_model_and_stay(
+    level: str, write: Callable[[Tensor], None], trained: int
+) -> None:
+    """As by sharpness-aware minimization, clamps and restores of scripts."""
+    try:
+        model, optimizer = _build(0, level)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            x = torch.randn(6, 5, generator=torch.Generator().manual_seed(number))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+        for number in range(trained):
+            step(number)
+        optimizer.zero_grad()
+        before = [m.detach().clone() for m in amp.master_params(optimizer)]
+        for master in amp.master_params(optimizer):
+            write(master)
+        optimizer._master_params_to_model_params()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        step(5)
+        state, masters = model.state_dict(), amp.master_params(optimizer)
+        for (name, parameter), master, old in zip(
+            model.named_parameters(), masters, before, strict=True
+        ):
+            check_equal(master.detach(), old + 0.25, name)
+            check_equal(parameter.detach(), master.detach().to(parameter.dtype), name)
+            check_equal(state[name].float(), master.detach(), name)
     finally:
         forget_amp()

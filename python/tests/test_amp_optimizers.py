@@ -227,34 +227,6 @@ def test_scale_loss_unknown_optimizer_is_refused() -> None:
             backward(model, unknown)
 
 
-def test_scale_loss_body_that_raises_leaves_unscaled_gradients() -> None:
-    for level in ("O1", "O2"):
-        model, optimizer = one(level, loss_scale=4.0)
-        backward(model, optimizer)
-        once = [p.grad.clone() for p in amp.master_params(optimizer)]
-        with pytest.raises(KeyError), amp.scale_loss(model(X), optimizer) as scaled:
-            scaled.backward()
-            raise KeyError
-        backward(model, optimizer)
-        for param, grad in zip(amp.master_params(optimizer), once, strict=True):
-            assert torch.equal(param.grad, 3 * grad)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_delay_overflow_check_neither_changes_the_scale_nor_skips(level: str) -> None:
-    model, optimizer = one(level, loss_scale="dynamic")
-    scaler = _amp_state.loss_scalers[0]
-    backward(model, optimizer, bad=True, delay_overflow_check=True)
-    assert scaler.loss_scale() == 2.0**16
-    assert scaler.update_scale() and scaler.loss_scale() == 2.0**15, "the script decides"
-    optimizer.zero_grad()
-    before = model.weight.detach().clone()
-    backward(model, optimizer, delay_overflow_check=True)
-    assert not scaler.update_scale()
-    optimizer.step()
-    assert not torch.equal(before, model.weight)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_parameter_of_two_optimizers_in_contexts_of_other_scales(level: str) -> None:
     model = Toy(0.0)
@@ -274,34 +246,6 @@ def test_scale_loss_other_than_optimizers_raises() -> None:
     model, _ = one("O2")
     with pytest.raises(TypeError, match="not Toy"), amp.scale_loss(model(X), model):
         pass
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O2-bf16"])
-def test_delay_unscale_accumulates_like_plain_contexts(level: str) -> None:
-    grads = []
-    for delays in ((False, False, False), (True, True, False), (False, True, False)):
-        model, optimizer = one(level, loss_scale="dynamic")
-        for number, delay in enumerate(delays):
-            backward(model, optimizer, delay_unscale=delay)
-            assert optimizer._amp_stash.params_have_scaled_gradients == delay, number
-        grads.append([p.grad.clone() for p in amp.master_params(optimizer)])
-        assert _amp_state.loss_scalers[0]._unskipped == delays.count(False)
-        amp._amp_state.handle and amp._amp_state.handle._deactivate()
-    for other in grads[1:]:
-        for a, b in zip(grads[0], other, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_delay_unscale_scale_changed_in_between_is_accounted_for() -> None:
-    model, optimizer = one("O2", loss_scale="dynamic", num_losses=2)
-    backward(model, optimizer)
-    once = model.weight.grad.float() / 2.0**16
-    optimizer.zero_grad()
-    backward(model, optimizer, delay_unscale=True)
-    _amp_state.loss_scalers[1]._loss_scale = 2.0**10
-    backward(model, optimizer, loss_id=1)
-    master = next(amp.master_params(optimizer))
-    torch.testing.assert_close(master.grad, 2 * once)
 
 
 DELAY_LEVELS = [
@@ -359,21 +303,6 @@ def test_step_after_gradients_left_scaled_were_discarded_changes_nothing(
     optimizer.step()
     for master, value in zip(amp.master_params(optimizer), before, strict=True):
         assert torch.equal(master, value)
-
-
-def test_zero_grad_drops_everything_that_was_accumulated() -> None:
-    for level in ("O1", "O2"):
-        for set_to_none in (True, False):
-            model, optimizer = one(level, loss_scale=2.0)
-            backward(model, optimizer)
-            want = [p.grad.clone() for p in amp.master_params(optimizer)]
-            backward(model, optimizer, delay_unscale=True)
-            optimizer.zero_grad(set_to_none=set_to_none)
-            assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-            assert (model.weight.grad is None) == set_to_none
-            backward(model, optimizer)
-            for a, b in zip(amp.master_params(optimizer), want, strict=True):
-                assert torch.equal(a.grad, b)
 
 
 def test_clip_of_master_params_acts_on_unscaled_gradients() -> None:
@@ -484,14 +413,6 @@ def test_master_weights_are_made_lazily_and_by_the_hooks_scripts_call() -> None:
         assert next(amp.master_params(optimizer)) is master
 
 
-def test_masters_of_a_parameter_written_after_initialize_follow_it() -> None:
-    model, optimizer = one("O2")
-    with torch.no_grad():
-        model.weight.fill_(7)
-    optimizer.zero_grad()
-    assert torch.equal(next(amp.master_params(optimizer)), torch.full((2, 2), 7.0))
-
-
 def test_step_with_closure_raises_with_masters_and_works_without() -> None:
     model, optimizer = one("O2")
     with pytest.raises(RuntimeError, match="closure"):
@@ -543,27 +464,6 @@ def test_sparse_gradients_are_unscaled(level: str) -> None:
     optimizer.step()
     moved = (before - table.weight.detach().float()).round()
     assert torch.equal(moved[:, 0], torch.tensor([0.0, 4.0, 0.0, 2.0, 0.0]))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("wrap", ["before", "after"])
-def test_larc_before_or_after_initialize_trains_and_skips(level: str, wrap: str) -> None:
-    model = Toy(0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**4, weight_decay=0.1)
-    if wrap == "before":
-        optimizer = LARC(optimizer)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if wrap == "after":
-        optimizer = LARC(optimizer)
-    start = model.weight.detach().clone()
-    backward(model, optimizer, bad=True)
-    optimizer.step()
-    assert torch.equal(start, model.weight)
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    optimizer.step()
-    assert not torch.equal(start, model.weight) and model.weight.isfinite().all()
-    assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
 
 
 def _lbfgs_losses(level: str | None, **options: object) -> tuple[list[float], nn.Module]:

@@ -106,7 +106,7 @@ def test_drawing_is_by_seed_and_covers_every_optimizer_and_level() -> None:
     assert draw_program(5) == draw_program(5) != draw_program(6)
     programs = _many()
     assert len({(p.level, p.optimizer) for p in programs}) == len(LEVELS) * len(OPTIMIZERS)
-    assert {p.wrapper for p in programs} == {"", "apex", "torch"}
+    assert {p.wrapper for p in programs} == {"", "apex", "apex, views", "torch"}
 
 
 def test_drawing_covers_skipped_first_steps() -> None:

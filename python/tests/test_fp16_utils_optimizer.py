@@ -77,38 +77,6 @@ def test_training_matches_float32(dtype: torch.dtype, name: str, larc: bool) -> 
         assert optimizer.loss_scale == 2.0**8 * 4**2
 
 
-def test_update_master_grads_by_hand_sums_several_losses() -> None:
-    model, reference = net(), net(None)
-    optimizer = wrap(model, static_loss_scale=16.0)
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model, 0), update_master_grads=False)
-    optimizer.backward(loss_of(model, 1), update_master_grads=False, retain_graph=True)
-    optimizer.update_master_grads()
-    (loss_of(reference, 0) + loss_of(reference, 1)).backward()
-    grads = optimizer.inspect_master_grad_data()
-    for grad, want in zip(grads[0], reference.parameters(), strict=True):
-        torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("change", ["update", "assigned"])
-@pytest.mark.parametrize("dtype", [HALF, F32])
-def test_gradients_are_unscaled_by_the_scale_they_were_made_with(
-    dtype: torch.dtype, change: str
-) -> None:
-    model, reference = net(dtype), net(None)
-    dynamic = {"init_scale": 16.0, "scale_window": 1}
-    optimizer = wrap(model, dynamic_loss_scale=True, dynamic_loss_args=dynamic)
-    optimizer.backward(loss_of(model, 0), update_master_grads=change == "update")
-    if change == "assigned":
-        optimizer.loss_scale = 64.0
-    optimizer.update_master_grads()
-    loss_of(reference, 0).backward()
-    for grad, want in zip(
-        optimizer.inspect_master_grad_data()[0], reference.parameters(), strict=True
-    ):
-        torch.testing.assert_close(grad, want.grad, rtol=1e-2, atol=2e-3)
-
-
 def overflow(optimizer: FP16_Optimizer, model: nn.Module) -> None:
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 0), update_master_grads=False)

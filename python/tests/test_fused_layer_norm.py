@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from torch import Tensor, nn
+from torch import Tensor
 
-from apex import amp
 from apex.normalization import fused_layer_norm as module
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -124,46 +121,3 @@ def test_functions_take_one_size_and_ignore_memory_efficient() -> None:
     assert torch.equal(module.fused_layer_norm_affine(x, weight, bias, 4, 1e-6, True), same)
     same = torch.nn.functional.rms_norm(x, (4,), weight, 1e-6)
     assert torch.equal(module.fused_rms_norm_affine(x, weight, [4], memory_efficient=True), same)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_functions_have_apexs_signatures(name: str) -> None:
-    names = ["input", "weight", "bias"][: CASES[name][0]]
-    signature = inspect.signature(getattr(module, name))
-    assert list(signature.parameters) == [*names, "normalized_shape", "eps", "memory_efficient"]
-    assert signature.parameters["eps"].default == 1e-6
-    kind = {
-        "fused_layer_norm_affine": "FusedLayerNormAffineFunction",
-        "fused_layer_norm": "FusedLayerNormFunction",
-        "mixed_dtype_fused_layer_norm_affine": "FusedLayerNormAffineMixedDtypesFunction",
-        "fused_rms_norm_affine": "FusedRMSNormAffineFunction",
-        "fused_rms_norm": "FusedRMSNormFunction",
-        "mixed_dtype_fused_rms_norm_affine": "FusedRMSNormAffineMixedDtypesFunction",
-    }[name]
-    assert getattr(module, kind).apply is getattr(module, name)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_function_in_a_model_trains_with_amp(level: str) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            return module.fused_layer_norm_affine(y, self.weight, self.bias, (4,))
-
-    model = Block()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0
-    )
-    optimizer.zero_grad()
-    with amp.scale_loss(model(torch.randn(3, 4)).float().square().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    for param in amp.master_params(optimizer):
-        assert param.isfinite().all()
-    assert not torch.equal(model.weight.float(), torch.ones(4))

@@ -16,12 +16,10 @@ import fused_optimizer_references as references
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, check_near
 from torch import nn
 
 from apex import amp, optimizers
 from apex.optimizers import fused_adam, fused_sgd
-from apex.parallel import DistributedDataParallel
 
 NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
 REFERENCES = {
@@ -374,28 +372,6 @@ def test_fused_optimizer_trains_at_every_level_of_amp_and_resumes(name: str, lev
         assert torch.equal(a, b)
 
 
-def test_fused_lamb_at_o2_computes_on_master_weights() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    reference = references.Lamb(lr=0.01)
-    expected = [p.detach().half().double().numpy().copy() for p in model.parameters()]
-    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
-    )
-    for _ in range(4):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(torch.randn(2, 4)).square().sum(), optimizer) as scaled:
-            scaled.backward()
-        masters = list(amp.master_params(optimizer))
-        reference.step(expected, [m.grad.double().numpy() for m in masters])
-        optimizer.step()
-    for master, want in zip(masters, expected, strict=True):
-        torch.testing.assert_close(
-            master.detach().double(), torch.from_numpy(want), rtol=1e-5, atol=1e-6
-        )
-
-
 APEX_SIGNATURES = {
     "FusedLAMB": "params lr=0.001 bias_correction=True betas=(0.9, 0.999) eps=1e-06 "
     "weight_decay=0.01 amsgrad=False adam_w_mode=True grad_averaging=True set_grad_none=True "
@@ -457,26 +433,6 @@ def test_fused_optimizer_setting_refused_says_what_to_do(
 
 
 # --- several ranks ---
-
-
-def _averages(rank: int, world: int) -> None:
-    torch.manual_seed(rank)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2)))
-    optimizer = optimizers.FusedLAMB(model.parameters(), lr=0.1)
-    reference = references.Lamb(lr=0.1)
-    expected = [p.detach().double().numpy().copy() for p in model.parameters()]
-    for _ in range(3):
-        optimizer.zero_grad()
-        (10 * model(torch.randn(4, 5))).square().sum().backward()
-        reference.step(expected, [p.grad.double().numpy() for p in model.parameters()])
-        optimizer.step()
-    for param, want in zip(model.parameters(), expected, strict=True):
-        check_near(param.detach(), torch.from_numpy(want), "parameter", 1e-5)
-
-
-@pytest.mark.processes
-def test_fused_lamb_of_several_ranks_follows_the_paper(ranks: RankPool) -> None:
-    ranks.run(2, _averages)
 
 
 UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, check, check_equal, check_near
+from ddp_support import RankPool, check_equal, check_near
 from torch import Tensor, nn
 
 import amp_C
@@ -24,7 +24,7 @@ from apex import amp, fp16_utils
 from apex.amp import _amp_state
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.scaler import LossScaler
-from apex.parallel import DistributedDataParallel, distributed
+from apex.parallel import distributed
 
 # --- imports ---
 
@@ -247,16 +247,6 @@ def test_script_that_reduces_by_itself_trains_and_skips(
 # --- levels, lists and the rest of amp ---
 
 
-def test_levels_of_the_frontend_fill_in_properties() -> None:
-    for name in ("O0", "O1", "O2", "O3"):
-        properties = getattr(amp.frontend, name)()(amp.frontend.Properties())
-        assert properties.opt_level == name and properties.enabled
-        assert (
-            properties.options == amp.frontend.opt_levels[name](amp.frontend.Properties()).options
-        )
-        assert getattr(amp.frontend, name)().brief
-
-
 @pytest.fixture
 def restored_lists() -> Iterator[None]:
     every = [
@@ -331,21 +321,6 @@ def test_banned_function_removed_from_its_list_runs(restored_lists: None) -> Non
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(math.log(2))
 
 
-def test_lists_change_with_initialize(restored_lists: None) -> None:
-    functional_overrides.FP32_FUNCS.remove("softmax")
-    seen = []
-
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x).softmax(1)
-            seen.append((y.dtype, torch.nn.functional.softmax(y.half(), 1).dtype))
-            return y
-
-    model = amp.initialize(Model(3, 2), opt_level="O1", verbosity=0)
-    model(torch.ones(1, 3))
-    assert seen == [(torch.float32, torch.float16)]
-
-
 def test_compat_modules_answer_for_todays_torch() -> None:
     assert amp.compat.variable_is_tensor() and not amp.compat.tensor_is_variable()
     assert not amp.compat.tensor_is_float_tensor()
@@ -391,22 +366,3 @@ def test_optimizer_whose_state_was_cleared_by_a_plain_dict_trains(level: str, ki
         optimizer.step()
     if kind is torch.optim.Adam:
         assert [float(entry["step"]) for entry in optimizer.state.values()] == [2.0, 2.0]
-
-
-# --- flat calls over ranks ---
-
-
-def _flat_calls(rank: int, world: int) -> None:
-    members = [torch.full((2, 3), float(rank)), torch.full((4,), 2.0 * rank)]
-    distributed.apply_flat_dist_call(members, dist.all_reduce)
-    check(all(bool((m == m.view(-1)[0]).all()) for m in members), "not averaged alike")
-    check_equal([m.view(-1)[0].item() for m in members], [0.5, 1.0], "averages")
-    distributed.apply_flat_dist_call(members[:1], dist.broadcast, (1,))
-    model = DistributedDataParallel(nn.Linear(2, 2), delay_allreduce=True)
-    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
-    check_equal(model.module.weight.grad.view(-1)[0].item(), 1.5, "gradient")
-
-
-@pytest.mark.processes
-def test_flat_calls_average_over_ranks(ranks: RankPool) -> None:
-    ranks.run(2, _flat_calls)
