@@ -17,10 +17,8 @@ from ddp_support import (
     check_equal,
     check_gradients,
     check_near,
-    check_same_on_all_ranks,
     check_step,
     gradients,
-    mean_over_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -42,53 +40,6 @@ def _accumulated(model: nn.Module, rank: int, steps: list[tuple[int, Any]]) -> A
     for step, used in steps:
         _loss(plain, rank, step, used).backward()
     return gradients(plain)
-
-
-def _launched(ddp: DistributedDataParallel) -> int:
-    statistics = ddp.statistics()
-    return statistics["launched_in_backward"] + statistics["launched_at_end"]
-
-
-def _accumulates(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    for round_ in range(4):
-        steps = [(10 * round_ + i, EVERY) for i in range(3)]
-        locally = [_accumulated(ddp.module, r, steps) for r in range(world)]
-        ddp.zero_grad(set_to_none=round_ % 2 == 0)
-        before = _launched(ddp)
-        for step, _ in steps[:-1]:
-            with ddp.no_sync():
-                with ddp.no_sync():
-                    pass
-                check(not ddp.require_backward_grad_sync, "the outer no_sync() was left")
-                _loss(ddp, rank, step).backward()
-        check_equal(_launched(ddp), before, "collectives while accumulating")
-        partly = _accumulated(ddp.module, rank, steps[:-1])
-        check_gradients(ddp, partly, f"round {round_}, before the last", 1e-5)
-        _loss(ddp, rank, steps[-1][0]).backward()
-        check_gradients(ddp, mean_over_ranks(locally), f"round {round_}", 1e-5)
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"round {round_}")
-
-
-def test_accumulation_last_backward_averages_the_total(ranks: RankPool) -> None:
-    ranks.run(2, _accumulates)
-
-
-def _forward_in_no_sync_only(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    for step in range(3):
-        with ddp.no_sync():
-            loss = _loss(ddp, rank, step)
-        expected = mean_over_ranks(
-            [_accumulated(ddp.module, r, [(step, EVERY)]) for r in range(world)]
-        )
-        ddp.zero_grad()
-        loss.backward()
-        check_gradients(ddp, expected, f"step {step}", 1e-5)
-
-
-def test_no_sync_around_forward_only_backward_averages(ranks: RankPool) -> None:
-    ranks.run(2, _forward_in_no_sync_only)
 
 
 def _leaves_by_exception(rank: int, world: int) -> None:

@@ -6,43 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_near, check_same_on_all_ranks, gradients, raises
+from ddp_support import RankPool, check, check_same_on_all_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.sin(torch.arange(20, dtype=torch.float32).view(5, 4) * (1 + rank) + step)
-
-
-def _two_forwards(rank: int, world: int) -> None:
-    model = make()
-    ddp = DistributedDataParallel(model, broadcast_buffers=True)
-    means: dict[str, torch.Tensor] = {}
-    for r in range(world):
-        reference = make()
-        (reference(batch(r, 0)).square().sum() + reference(batch(r, 1)).sum()).div(world).backward()
-        for name, grad in gradients(reference).items():
-            means[name] = means.get(name, 0) + grad
-    first = ddp(batch(rank, 0))
-    second = ddp(batch(rank, 1))  # broadcasts rank 0's running statistics, which `first` has saved
-    (first.square().sum() + second.sum()).backward()
-    for name, grad in gradients(ddp).items():
-        check_near(grad, means[name], name, 1e-4)
-    ddp(batch(rank, 2)) if rank == 0 else ddp(batch(0, 2))
-    check_same_on_all_ranks(list(model.buffers()), "buffers after alike forwards")
-
-
-def test_broadcast_buffers_two_forwards_before_backward(ranks: RankPool) -> None:
-    ranks.run(2, _two_forwards)
 
 
 class Masked(nn.Module):

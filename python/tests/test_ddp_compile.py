@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -215,40 +214,6 @@ def test_compile_this_torch_asks_for_the_wrapper() -> None:
     )
 
 
-def _compiles_late(rank: int, world: int) -> None:
-    pieces = Pieces()
-
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = stack_of("stack")
-            self.compiled: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.compiled is None and x.dtype == torch.float32:
-                self.compiled = torch.compile(self.body.forward, backend=pieces)
-            return (self.compiled or self.body)(x)
-
-    model = Late()
-    reference = to_reference(model)
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(model, message_size=LAYER)
-    pieces.ddp = ddp
-    for _ in range(2):
-        reference.zero_grad()
-        for other in range(2):
-            (reference(batch(other, 0).double()).square().sum() / 2).backward()
-        model.zero_grad()
-        ddp(batch(rank, 0)).square().sum().backward()
-        check_gradients(model, gradients(reference), "gradients", 1e-4)
-    check(pieces.graphs >= 3, f"{pieces.graphs} graphs")
-
-
-@splits
-def test_compile_within_the_first_forward_is_split(ranks: RankPool) -> None:
-    ranks.run(2, _compiles_late, timeout_s=TIMEOUT_S)
-
-
 # --- shapes, dtypes, backends ---
 
 
@@ -271,30 +236,6 @@ def test_compile_dynamic_shapes_averages(
     ranks: RankPool, inside: bool, dynamic: bool | None
 ) -> None:
     ranks.run(2, _varies, dynamic, inside, timeout_s=TIMEOUT_S)
-
-
-def _accumulates(rank: int, world: int) -> None:
-    pieces = Pieces()
-    model = stack_of("stack")
-    ddp, called = wrap(model, pieces, True)
-    reference = to_reference(model)
-    for _ in range(3):
-        reference.zero_grad()
-        for other in range(2):
-            for step in range(2):
-                (reference(batch(other, step).double()).square().sum() / 2).backward()
-        model.zero_grad()
-        with ddp.no_sync():
-            called(batch(rank, 0)).square().sum().backward()
-        called(batch(rank, 1)).square().sum().backward()
-        check_gradients(model, gradients(reference), "gradients", 1e-4)
-    # Graphs compiled in no_sync() also serve the synchronized steps.
-    check(pieces.graphs >= 3, f"{pieces.graphs} graphs")
-
-
-@splits
-def test_compile_in_no_sync_is_split(ranks: RankPool) -> None:
-    ranks.run(2, _accumulates, timeout_s=TIMEOUT_S)
 
 
 def _inductor(rank: int, world: int, inside: bool) -> None:
@@ -373,37 +314,6 @@ def _tells(rank: int, world: int) -> None:
     delayed = DistributedDataParallel(Probe(), delay_allreduce=True)
     delayed(torch.ones(2))
     check_equal(delayed.module.seen, [None], "delay_allreduce")
-
-
-class Meets(nn.Module):
-    """Waits for another thread within forward."""
-
-    def __init__(self, entered: threading.Event, leaves: threading.Event) -> None:
-        super().__init__()
-        self.layer, self.entered, self.leaves = nn.Linear(2, 2), entered, leaves
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.entered.set()
-        self.leaves.wait()
-        return self.layer(x)
-
-
-def _overlapping_forwards(rank: int, world: int) -> None:
-    first, second, last = threading.Event(), threading.Event(), threading.Event()
-    wrappers = [DistributedDataParallel(Meets(*own)) for own in ((first, second), (second, last))]
-    threads = [threading.Thread(target=one, args=(torch.ones(1, 2),)) for one in wrappers]
-    threads[0].start()
-    first.wait()
-    threads[1].start()
-    threads[0].join()
-    last.set()
-    threads[1].join()
-    check(nn.parallel.DistributedDataParallel._get_active_ddp_module() is None, "left over")
-
-
-@splits
-def test_compile_active_wrapper_is_restored_after_forwards_of_two_threads(ranks: RankPool) -> None:
-    ranks.run(2, _overlapping_forwards)
 
 
 @splits

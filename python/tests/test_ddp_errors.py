@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import os
 import unittest.mock
 import warnings
 from collections.abc import Callable
@@ -130,19 +129,6 @@ def test_options_that_differ_between_ranks_raise(
     ranks.run(2, _other_options, name, values, said)
 
 
-def _other_streams(rank: int, world: int) -> None:
-    """As for a backend whose further groups are created by torch, collectively."""
-    with unittest.mock.patch.object(_engine, "over_gloo", lambda *_: False):
-        with raises(RuntimeError, "rank 1's model differs from rank 0's", "num_allreduce_streams"):
-            DistributedDataParallel(build(), num_allreduce_streams=1 + rank)
-        ddp = DistributedDataParallel(build(), num_allreduce_streams=2, message_size=20)
-    check_step(ddp, _loss, "with as many streams")
-
-
-def test_number_of_streams_that_differs_raises_before_groups_are_made(ranks: RankPool) -> None:
-    ranks.run(2, _other_streams)
-
-
 def _overlapping(rank: int, world: int) -> None:
     """torch would name the new group by the number of groups, and rank 0 has more groups."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
@@ -180,27 +166,6 @@ def _other_buffers(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["shape", "dtype", "missing", "name"])
 def test_buffers_that_differ_between_ranks_raise(ranks: RankPool, name: str) -> None:
     ranks.run(2, _other_buffers, name)
-
-
-def _alone(rank: int, world: int, what: str, culprit: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    for step in range(2):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"before, step {step}")
-    if rank == culprit:
-        if what == "rebuild_buckets":
-            ddp.rebuild_buckets()
-        else:
-            ddp.register_builtin_comm_hook("bf16")
-    with raises(RuntimeError, what, str(culprit)):
-        _loss(ddp, rank).backward()
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("what", ["rebuild_buckets", "communication hook"])
-def test_what_one_rank_alone_has_asked_for_raises_on_all(
-    ranks: RankPool, what: str, culprit: int
-) -> None:
-    ranks.run(2, _alone, what, culprit)
 
 
 FOREIGN = nn.Parameter(torch.zeros(2))
@@ -413,40 +378,6 @@ def _static_graph_broken(rank: int, world: int) -> None:
 
 def test_static_graph_broken_names_the_parameter(ranks: RankPool) -> None:
     ranks.run(2, _static_graph_broken)
-
-
-def _dies(rank: int, world: int, when: int, options: dict[str, Any]) -> str | None:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
-    ddp = DistributedDataParallel(build(), process_group=group, **options)
-
-    def leave(grad: Tensor) -> None:
-        os._exit(7)
-
-    for step in range(when):
-        _loss(ddp, rank, step).backward()
-    if rank == 1:
-        ddp.module.layers[1].weight.register_hook(leave)
-    try:
-        _loss(ddp, rank, when).backward()
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("backward() returned although a rank was lost")
-
-
-@pytest.mark.parametrize("options", [{}, {"message_size": 20}, {"delay_allreduce": True}],
-                         ids=["one_bucket", "buckets", "delayed"])  # fmt: skip
-@pytest.mark.parametrize("when", [0, 2])
-def test_rank_that_dies_in_backward_survivors_raise(
-    ranks: RankPool, when: int, options: dict[str, Any]
-) -> None:
-    first, code, third = ranks.run(3, _dies, when, options, lost=(1,))
-    assert code == 7
-    for rank, message in ((0, first), (2, third)):
-        assert f"rank {rank} of 3" in message
-        assert "failed: rank 1 has ended (process " in message
-        assert "(see its output, then restart with a new process group)" in message
-        if when:
-            assert "bucket" in message and "parameter 'layers." in message
 
 
 def _never_arrives(rank: int, world: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_models import MODELS, Model, batch, loss_of, whole_batch
 from ddp_support import (
     TOLERANCE,
@@ -185,48 +184,6 @@ def test_bucket_cap_plan_counts_bytes(ranks: RankPool) -> None:
     assert all(len(p) == 2 for p in ranks.run(2, _plans, {"bucket_cap_mb": 253 / (1 << 20)}))
 
 
-def _uses_groups(rank: int, world: int) -> None:
-    groups = [dist.new_group(), dist.new_group()]
-    spec = MODELS["mlp"]
-    ddp = DistributedDataParallel(
-        spec.make(),
-        message_size=1,
-        num_allreduce_streams=2,
-        allreduce_communicators=(groups, [None, None]),
-    )
-    world_group = dist.group.WORLD
-    loss_of(ddp(*batch(spec, rank))).backward()
-    before = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
-    loss_of(ddp(*batch(spec, rank))).backward()
-    after = [g._get_sequence_number_for_group() for g in (*groups, world_group)]
-    # Over Gloo, the engine creates its own communicators from them, without other collectives.
-    check_equal([a - b for a, b in zip(after, before, strict=True)], [0, 0, 0], "collectives")
-    check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
-
-
-def test_communicators_given_carry_nothing_of_the_engine_over_gloo(ranks: RankPool) -> None:
-    ranks.run(2, _uses_groups)
-
-
-def _retains(rank: int, world: int) -> None:
-    spec = MODELS["mlp"]
-    ddp = DistributedDataParallel(spec.make(), retain_allreduce_buffers=True, message_size=40)
-    check_equal(ddp.allreduce_buffers, [], "buffers before the first backward")
-    for step in range(3):
-        ddp.zero_grad(set_to_none=step != 1)
-        loss_of(ddp(*batch(spec, rank, step))).backward()
-        buffers = ddp.allreduce_buffers
-        check_equal(len(buffers), len(ddp._reducer.plan()), "number of buffers")
-        storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        for name, parameter in ddp.named_parameters():
-            there = parameter.grad.untyped_storage().data_ptr() in storages
-            check(there, f"the gradient of {name} is no view of a buffer in step {step}")
-
-
-def test_retained_buffers_gradients_are_views(ranks: RankPool) -> None:
-    ranks.run(2, _retains)
-
-
 def _keeps_sparse(rank: int, world: int) -> None:
     spec = MODELS["sparse_embedding"]
     ddp = DistributedDataParallel(spec.make())
@@ -238,39 +195,6 @@ def _keeps_sparse(rank: int, world: int) -> None:
 
 def test_sparse_embedding_gradient_stays_sparse(ranks: RankPool) -> None:
     ranks.run(2, _keeps_sparse)
-
-
-def _large_parameters(rank: int, world: int, views: bool, channel: str) -> None:
-    model = nn.Sequential(nn.Linear(200, 150), nn.Linear(150, 200))
-    plain = copy.deepcopy(model)
-    with host_channel(channel):
-        ddp = DistributedDataParallel(
-            model, message_size=1000, gradient_as_bucket_view=views, process_group=dist.new_group()
-        )
-    copied = 0
-    for step in range(3):
-        ddp.zero_grad(set_to_none=not views)
-        x = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + rank))
-        ddp(x).pow(2).mean().backward()
-        locally = []
-        for r in range(world):
-            plain.zero_grad()
-            x = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + r))
-            plain(x).pow(2).mean().backward()
-            locally.append(gradients(plain))
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", TOLERANCE[torch.float32])
-        if step == 0:
-            copied = ddp.statistics()["gradients_copied"]
-    found = ddp.statistics()
-    check_equal(found["reduced_in_shared_memory"] > 0, channel == "1", "shared memory")
-    if views:
-        check_equal(found["gradients_copied"], copied, "copies after the first step")
-
-
-@pytest.mark.parametrize("channel", ["0", "1"])
-@pytest.mark.parametrize("views", [False, True])
-def test_large_parameters_in_either_channel(ranks: RankPool, views: bool, channel: str) -> None:
-    ranks.run(2, _large_parameters, views, channel)
 
 
 def _reads_and_holds(rank: int, world: int, views: bool) -> None:

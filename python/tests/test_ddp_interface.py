@@ -18,7 +18,6 @@ from ddp_support import (
     check,
     check_equal,
     check_gradients,
-    check_near,
     check_same_on_all_ranks,
     check_step,
     gradients,
@@ -26,9 +25,6 @@ from ddp_support import (
     widen,
 )
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel._devices import single_device
@@ -217,81 +213,6 @@ def test_buffers_are_left_alone_unless_asked(
     ranks: RankPool, options: dict[str, Any], kept: bool
 ) -> None:
     ranks.run(2, _buffers, options, kept)
-
-
-# --- training ---
-
-
-def _trains(rank: int, world: int, name: str) -> None:
-    plain = SPEC.make().double()
-    ddp = DistributedDataParallel(SPEC.make().double(), message_size=30)
-    if name == "zero":
-        ours: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.05)
-        theirs: Any = torch.optim.Adam(plain.parameters(), lr=0.05)
-    else:
-        kind = getattr(torch.optim, name)
-        ours, theirs = kind(ddp.parameters(), lr=0.05), kind(plain.parameters(), lr=0.05)
-    losses = []
-    for step in range(30):
-        ours.zero_grad()
-        theirs.zero_grad()
-        _loss(ddp, rank, step % 3).backward()
-        whole = loss_of(plain(*whole_batch(SPEC, world, step % 3)))
-        whole.backward()
-        ours.step()
-        theirs.step()
-        losses.append(whole.item())
-        for (key, a), b in zip(ddp.named_parameters(), plain.parameters(), strict=True):
-            check_near(a.data, b.data, f"{key} after step {step}", 1e-8)
-    check(losses[-1] < 0.5 * losses[0], f"the loss does not fall: {losses}")
-    check_same_on_all_ranks([p.data for p in ddp.parameters()], "parameters")
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "zero"])
-def test_training_follows_one_process(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _trains, name)
-
-
-# --- communication hooks of torch ---
-
-
-def _hooked(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(SPEC.make(), **options)
-    state: Any = None
-    if name == "powerSGD_hook":
-        # From its third step on it sends two factors of each matrix. At full rank, 7 here, their
-        # product is the matrix.
-        state = power_sgd.PowerSGDState(
-            None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1
-        )
-        hook = power_sgd.powerSGD_hook
-    else:
-        hook = getattr(default_hooks, name)
-    ddp.register_comm_hook(state, hook)
-    tolerance = {"fp16_compress_hook": 5e-3, "bf16_compress_hook": 3e-2}.get(name, 1e-5)
-    for step in range(5):
-        check_step_near(ddp, rank, world, step, tolerance)
-    if name == "powerSGD_hook":
-        check(len(state.p_memory_dict) > 0, "no matrix was sent as two factors")
-
-
-def check_step_near(ddp: Any, rank: int, world: int, step: int, tolerance: float) -> None:
-    reference = to_reference(ddp.module)
-    loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
-    ddp.zero_grad()
-    _loss(ddp, rank, step).backward()
-    check_gradients(ddp, gradients(reference), f"step {step}", tolerance)
-    check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
-
-
-@pytest.mark.parametrize("options", [{}, {"message_size": 30},
-                                     {"message_size": 1, "gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "buckets", "alone_views"])  # fmt: skip
-@pytest.mark.parametrize(
-    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook"]
-)
-def test_comm_hook_of_torch_averages(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
-    ranks.run(2, _hooked, name, options)
 
 
 # --- Reducer and flat_dist_call ---

@@ -79,30 +79,6 @@ def test_join_any_counts_equal_one_process(ranks: RankPool, counts: list[int]) -
     ranks.run(2, _follows_reference, counts, True, {})
 
 
-# --- accumulation, several backwards ---
-
-
-def _accumulates(rank: int, world: int) -> None:
-    counts = [2, 6]
-    ddp = DistributedDataParallel(make(), message_size=30)
-    reference = to_reference(ddp.module)
-    with ddp.join():
-        for step in range(0, counts[rank], 2):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                ddp(batch(rank, step)).square().sum().backward()
-            output = ddp(batch(rank, step + 1))
-            output.square().sum().backward()
-            active = [r for r in range(world) if step < counts[r]]
-            expected = reference_step(reference, active, world, [step, step + 1], 0.0)
-            for name, grad in gradients(ddp).items():
-                check_near(grad, expected[name], f"step {step}, {name}", 1e-4)
-
-
-def test_join_with_accumulation_equals_one_process(ranks: RankPool) -> None:
-    ranks.run(2, _accumulates)
-
-
 # --- buffers ---
 
 

@@ -141,29 +141,6 @@ def test_hook_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
     ranks.run(2, _hook_is_interrupted)
 
 
-def _wrong_size(rank: int, world: int) -> None:
-    """Rank 1's hook yields too few elements and skips its collective. Its error must report this,
-    and not that the others are missing."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
-    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if rank == 1 and bucket.index() == 1:
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer()[1:])
-            return future
-        return _average(world, bucket, group)
-
-    ddp.register_comm_hook(None, hook)
-    with raises(RuntimeError if rank == 0 else Exception, "" if rank == 0 else "elements"):
-        _loss(ddp, rank).backward()
-        _loss(ddp, rank).backward()
-
-
-def test_hook_of_another_size_on_one_rank_says_so_there(ranks: RankPool) -> None:
-    ranks.run(2, _wrong_size)
-
-
 def _fail(_: Tensor) -> None:
     raise ArithmeticError("in backward")
 

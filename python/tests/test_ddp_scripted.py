@@ -100,28 +100,6 @@ def test_scripted_module_averages(ranks: RankPool, kind: str, options: dict[str,
     ranks.run(2, _scripted, kind, options)
 
 
-def _normed(rank: int, world: int) -> None:
-    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    plain = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    model.load_state_dict(plain.state_dict())
-    ddp = DistributedDataParallel(model, broadcast_buffers=True)
-    for step in range(2):
-        expected = mean_over_ranks([
-            alone(plain, lambda m, r=r, s=step: _loss(m, r, s) + _loss(m, r, s + 9))
-            for r in range(world)
-        ])  # fmt: skip
-        ddp.zero_grad()
-        # The second forward broadcasts rank 0's running statistics, which the first has saved.
-        (_loss(ddp, rank, step) + _loss(ddp, rank, step + 9)).backward()
-        check_gradients(ddp, expected, f"step {step}", 1e-4)
-    ddp(data(0))
-    check_same_on_all_ranks(list(model.buffers()), "buffers after alike forwards")
-
-
-def test_scripted_batch_norm_broadcasts_its_buffers(ranks: RankPool) -> None:
-    ranks.run(2, _normed)
-
-
 class Lazy(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()

@@ -56,15 +56,11 @@ CHANGES = {
 }
 
 
-def _joins(rank: int, world: int, channel: str, change: str, several: bool) -> None:
-    """Ranks with data change the plan when rank 0 has none; with ``several``, one of two plans."""
+def _joins(rank: int, world: int, channel: str, change: str) -> None:
+    """Ranks with data change the plan when rank 0 has none."""
     ddp = _wrapper(rank, channel)
     for step in range(2):
         _step(ddp, step, "before")
-    if several:
-        ddp.module.layers[0].requires_grad_(False)
-        _step(ddp, 2, "another set")
-        ddp.module.layers[0].requires_grad_(True)
     with ddp.join():
         for step in range(2 if rank == 0 else 7):
             if step == 4 or (step > 4 and change == "alternates"):
@@ -84,26 +80,21 @@ def _joins(rank: int, world: int, channel: str, change: str, several: bool) -> N
 
 
 @CHANNEL
-@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_plans_that_change_under_join_when_a_rank_has_no_data(
-    ranks: RankPool, change: str, several: bool, channel: str
+    ranks: RankPool, change: str, channel: str
 ) -> None:
-    ranks.run(3, _joins, channel, change, several)
+    ranks.run(3, _joins, channel, change)
 
 
 # --- graphs from before a change ---
 
 
-def _unfrozen_again(rank: int, world: int, channel: str, several: bool) -> None:
+def _unfrozen_again(rank: int, world: int, channel: str) -> None:
     """As in a GAN's critic: it builds a graph, is frozen for another forward, and then runs its
     backward."""
     ddp = _wrapper(rank, channel)
     layer = ddp.module.layers[1]
-    if several:
-        layer.requires_grad_(False)
-        _step(ddp, 50, "another set")
-        layer.requires_grad_(True)
     for step in range(4):
         _step(ddp, step)
         ddp.zero_grad()
@@ -123,26 +114,19 @@ def _unfrozen_again(rank: int, world: int, channel: str, several: bool) -> None:
 
 
 @CHANNEL
-@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
-def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(
-    ranks: RankPool, several: bool, channel: str
-) -> None:
-    ranks.run(2, _unfrozen_again, channel, several)
+def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(ranks: RankPool, channel: str) -> None:
+    ranks.run(2, _unfrozen_again, channel)
 
 
 # --- refused steps ---
 
 
-def _skips_a_refused_step(rank: int, world: int, channel: str, several: bool) -> None:
+def _skips_a_refused_step(rank: int, world: int, channel: str) -> None:
     """skip_step() applies to the refused backward, and not to the next one."""
     ddp = _wrapper(rank, channel)
     layer = ddp.module.layers[1]
     _step(ddp, 0)
-    if several:
-        layer.requires_grad_(False)
-        _step(ddp, 1)
-        layer.requires_grad_(True)
-    _step(ddp, 2)
+    _step(ddp, 1)
     ddp.zero_grad()
     if rank == 0:
         ddp.skip_step()
@@ -156,9 +140,8 @@ def _skips_a_refused_step(rank: int, world: int, channel: str, several: bool) ->
 
 
 @CHANNEL
-@pytest.mark.parametrize("several", [False, True], ids=["one_plan", "several"])
-def test_a_skip_ends_with_the_refused_step(ranks: RankPool, several: bool, channel: str) -> None:
-    ranks.run(2, _skips_a_refused_step, channel, several)
+def test_a_skip_ends_with_the_refused_step(ranks: RankPool, channel: str) -> None:
+    ranks.run(2, _skips_a_refused_step, channel)
 
 
 def _dtype_and_back(rank: int, world: int, channel: str) -> None:

@@ -20,7 +20,6 @@ from ddp_support import (
     check_same_on_all_ranks,
     gradients,
     notices,
-    raises,
 )
 
 from apex.parallel import DistributedDataParallel
@@ -141,48 +140,6 @@ def _no_misstep(rank: int, world: int) -> None:
 
 def test_ranks_that_evaluate_and_load_differently_do_not_raise(ranks: RankPool) -> None:
     ranks.run(3, _no_misstep)
-
-
-class _Refuses(torch.nn.Module):
-    """A model whose forward raises on request."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.inner = make(seed)
-        self.raises = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        if self.raises:
-            raise MemoryError("on purpose")
-        return y
-
-
-def _more_forwards(rank: int, world: int, held: bool) -> None:
-    """One rank draws the graph, retries after an exception, or skips a batch."""
-    ddp = DistributedDataParallel(_Refuses(seed=rank))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    kept = []
-    for step in range(12):
-        if rank == step % world:
-            kept.append(ddp(batch(rank, 9)))
-            kept.append(ddp(batch(rank, 9)).square().sum())
-            ddp.module.raises = True
-            with raises(MemoryError, "on purpose"):
-                ddp(batch(rank, 9))
-            ddp.module.raises = False
-            if not held:
-                kept.clear()
-        expected = mean_gradients(ddp.module, world, step)
-        _train(ddp, optimizer, rank, step)
-        for name, grad in gradients(ddp.module).items():
-            check_near(grad, expected[name], f"step {step}, {name}")
-        check_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["freed", "held"])
-def test_forwards_without_backward_on_one_rank_do_not_raise(ranks: RankPool, held: bool) -> None:
-    ranks.run(3, _more_forwards, held)
 
 
 def _unchecked(rank: int, world: int) -> None:

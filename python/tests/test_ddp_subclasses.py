@@ -9,46 +9,12 @@ import pytest
 import torch
 from ddp_models import data
 from ddp_program_nets import Quantized
-from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks, raises
+from ddp_support import RankPool, check, check_near, raises
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-
-class Adapted(nn.Module):
-    """A frozen quantized weight, a buffer of that kind, and an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Parameter(Quantized.of(torch.randn(3, 4)), requires_grad=False)
-        self.register_buffer("other", Quantized.of(torch.randn(3, 4)))
-        self.register_buffer("plain", torch.randn(2))
-        self.down = nn.Linear(4, 2, bias=False)
-        self.up = nn.Linear(2, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.base) + self.up(self.down(x))
-
-
-def _adapter(rank: int, world: int) -> None:
-    torch.manual_seed(rank)
-    model = Adapted()
-    kept = [model.base.value(), model.other.value()]
-    ddp = DistributedDataParallel(model, message_size=7, broadcast_buffers=True)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(data(rank, step, 6, 4)).square().sum().backward()
-    for value, before in zip([model.base.value(), model.other.value()], kept, strict=True):
-        check_equal(value, before, "left alone")
-    check_same_on_all_ranks([model.plain], "a plain buffer")
-    check_same_on_all_ranks([p.grad for p in (model.down.weight, model.up.weight)], "gradients")
-
-
-def test_frozen_subclass_is_left_alone_under_an_adapter(ranks: RankPool) -> None:
-    ranks.run(2, _adapter)
 
 
 def _refused(rank: int, world: int) -> None:

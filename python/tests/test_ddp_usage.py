@@ -12,10 +12,8 @@ import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
     RankPool,
-    alone,
     check,
     check_equal,
-    check_near,
     check_same_on_all_ranks,
     check_step,
 )
@@ -25,11 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
-
-VIEWS = pytest.mark.parametrize("options", [
-    {"message_size": 20}, {"message_size": 20, "gradient_as_bucket_view": True},
-    {"delay_allreduce": True},
-], ids=["copies", "views", "delayed"])  # fmt: skip
 
 
 # --- parameters without a gradient ---
@@ -53,14 +46,6 @@ def _skips(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[st
     return ddp.statistics()
 
 
-@VIEWS
-@pytest.mark.parametrize("name", USED)
-def test_unused_parameters_average_with_zeros_or_none(
-    ranks: RankPool, name: str, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _skips, name, options)
-
-
 def test_unused_parameters_no_rank_misses_one_reads_nothing(ranks: RankPool) -> None:
     for statistics in ranks.run(2, _skips, "less_and_less", {}):
         assert statistics["plans_recorded"] == 1
@@ -81,35 +66,6 @@ def _all_used(rank: int, world: int, steps: Any) -> dict[str, int]:
 
 def _plain_loss(model: nn.Module, rank: int) -> Tensor:
     return model(data(rank), [0, 1, 2]).square().sum()
-
-
-def _freezes(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(build(), **options)
-    layers = ddp.module.layers
-    check_equal(len(ddp.active_params), 6, "active parameters")
-    check_step(ddp, _plain_loss, "all")
-    for parameter in layers[1].parameters():
-        parameter.requires_grad_(False)
-    check_step(ddp, _plain_loss, "layer 1 frozen")
-    check(layers[1].weight.grad is None, "a frozen parameter has a gradient")
-    check_equal(len(ddp.active_params), 4, "active parameters")
-    check_step(ddp, _plain_loss, "layer 1 frozen, again")
-    layers[1].weight.requires_grad_(True)
-    check_step(ddp, _plain_loss, "its weight unfrozen")
-    check_step(ddp, _plain_loss, "its weight unfrozen, again")
-    for parameter in ddp.parameters():
-        parameter.requires_grad_(False)
-    x = data(rank).requires_grad_()
-    ddp(x, [0]).sum().backward()
-    check(x.grad is not None, "no gradient of the input of a frozen model")
-    for parameter in ddp.parameters():
-        parameter.requires_grad_(True)
-    check_step(ddp, _plain_loss, "all unfrozen")
-
-
-@VIEWS
-def test_frozen_and_unfrozen_parameters_average(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _freezes, options)
 
 
 def _plans(rank: int, world: int, views: bool) -> None:
@@ -148,34 +104,6 @@ def test_a_plan_has_what_was_used_and_leaves_out_what_stays_frozen(
     ranks.run(2, _plans, views)
 
 
-def _frozen_after_accumulation(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Gradients accumulated under no_sync() are averaged once, although the parameter is frozen
-    then."""
-    ddp = DistributedDataParallel(build(), **options)
-    for step in range(9):
-        check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).square().mean(), f"{step}")
-        x = data(rank, 50 + step)
-        expected = alone(ddp.module, lambda m, x=x: m(x, [0, 1, 2]).square().mean())
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(x, [0, 1, 2]).square().mean().backward()
-        ddp.module.layers[1].requires_grad_(False)
-        ddp(data(rank, step), [0, 2]).square().mean().backward()
-        ddp.module.layers[1].requires_grad_(True)
-        grad = ddp.module.layers[1].weight.grad
-        total = [torch.empty_like(grad) for _ in range(world)]
-        dist.all_gather(total, expected["layers.1.weight"].to(grad.dtype))
-        check_near(grad, sum(total) / world, f"frozen with a gradient, step {step}")
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
-
-
-@VIEWS
-def test_a_gradient_accumulated_before_freezing_is_averaged(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _frozen_after_accumulation, options)
-
-
 def _frozen_from_the_start(rank: int, world: int) -> None:
     model = build()
     model.layers[0].requires_grad_(False)
@@ -184,43 +112,13 @@ def _frozen_from_the_start(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(model)
     check_same_on_all_ranks(list(ddp.parameters()), "frozen parameters after construction")
     check_step(ddp, _plain_loss, "frozen")
+    check_equal(len(ddp.active_params), 4, "active parameters")
     model.layers[0].requires_grad_(True)
     check_step(ddp, _plain_loss, "unfrozen")
 
 
 def test_frozen_parameters_are_broadcast_and_can_be_unfrozen(ranks: RankPool) -> None:
     ranks.run(2, _frozen_from_the_start)
-
-
-def _replaces(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(build(), **options)
-    module = ddp.module
-    check_step(ddp, _plain_loss, "before")
-    with torch.random.fork_rng():
-        torch.manual_seed(rank)  # each rank creates its own; rank 0's is broadcast
-        module.layers[1] = nn.Linear(4, 4)
-    ddp(data(rank), [0])
-    check_same_on_all_ranks(list(ddp.parameters()), "parameters after a layer was replaced")
-    check_step(ddp, _plain_loss, "a layer replaced")
-    module.layers[0].weight = nn.Parameter(torch.full((4, 4), 0.1))
-    check_step(ddp, _plain_loss, "a parameter replaced")
-    module.layers.append(nn.Linear(4, 4))
-    every = [0, 1, 2, 3]
-    check_step(ddp, lambda m, r: m(data(r), every).sum(), "a layer added")
-    check_step(ddp, lambda m, r: m(data(r), every).sum(), "a layer added, again")
-    module.layers[2].weight = module.layers[1].weight
-    check_step(ddp, lambda m, r: m(data(r), every).sum(), "two weights tied")
-    del module.layers[3]
-    check_step(ddp, _plain_loss, "a layer removed")
-    module.layers[0].bias = None
-    check_step(ddp, _plain_loss, "a bias removed")
-    module.double()
-    check_step(ddp, lambda m, r: m(data(r).double(), [0, 1, 2]).sum(), "another dtype")
-
-
-@VIEWS
-def test_parameters_replaced_and_added_average(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _replaces, options)
 
 
 def _gradient_penalty(rank: int, world: int) -> None:

@@ -95,15 +95,6 @@ def test_weighted_what_cannot_be_is_refused(ranks: RankPool) -> None:
     ranks.run(2, _refused)
 
 
-def _options_differ(rank: int, world: int) -> None:
-    with raises(RuntimeError, "weighted"):
-        _ddp(gradient_average="weighted" if rank == 0 else True)
-
-
-def test_weighted_on_some_ranks_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _options_differ)
-
-
 def _no_weight(rank: int, world: int) -> None:
     ddp = _ddp()
     _backward(ddp, 0)
@@ -120,35 +111,6 @@ def _no_weight(rank: int, world: int) -> None:
 
 def test_weighted_total_of_zero_leaves_zero_gradients(ranks: RankPool) -> None:
     ranks.run(2, _no_weight)
-
-
-class _Fails:
-    def __init__(self, once: bool) -> None:
-        self.fails = once
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("in a hook")
-
-
-def _put_back(rank: int, world: int) -> None:
-    ddp = _ddp()
-    with ddp.no_sync():
-        _backward(ddp, 4)
-        before = [parameter.grad.clone() for parameter in ddp.parameters()]
-        ddp.module[0].weight.register_hook(_Fails(rank == 1))  # after the other layers' gradients
-        try:
-            _backward(ddp, 3)
-        except RuntimeError:
-            for parameter, grad in zip(ddp.parameters(), before, strict=True):
-                parameter.grad.copy_(grad)
-    _backward(ddp, 2)
-    check_equal(ddp.total_weight, (4.0 + 3.0 + 2.0) + (4.0 + 2.0), "total")
-
-
-def test_weighted_failed_micro_batch_does_not_count(ranks: RankPool) -> None:
-    ranks.run(2, _put_back)
 
 
 def _half(rank: int, world: int) -> None:
