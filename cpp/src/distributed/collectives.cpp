@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <apex/distributed/collectives.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -151,27 +150,6 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
     return parallel::issue_all_to_all(kWhat, *among, as_bytes(received), as_bytes(tensor));
   });
   return at::sum(received, {0}, /*keepdim=*/false, tensor.scalar_type());
-}
-
-bool ranks_agree(const at::Tensor& tensor, const GroupPtr& group) {
-  constexpr int64_t kMostDims = 16;
-  require_contiguous(tensor, "ranks_agree()");
-  if (tensor.dim() > kMostDims)
-    throw InvalidArgument("ranks_agree(): the tensor has more than 16 dimensions");
-  const at::NoGradGuard no_grad;
-  std::vector<int64_t> form(2 + kMostDims);
-  form[0] = static_cast<int64_t>(tensor.scalar_type());
-  form[1] = tensor.dim();
-  std::copy(tensor.sizes().begin(), tensor.sizes().end(), form.begin() + 2);
-  const at::Tensor forms = all_gather(at::tensor(form, at::kLong).to(tensor.device()), group).cpu();
-  if (!(forms == forms[0]).all().item<bool>()) return false;
-  if (tensor.numel() == 0) return true;
-  const at::Tensor mine = tensor.view({-1}).view(at::kByte);
-  at::Tensor first = mine.clone();
-  broadcast(first, 0, group);
-  const at::Tensor equal = at::eq(first, mine).all().to(at::kInt).view({1});
-  all_reduce(equal, c10d::ReduceOp::MIN, group);
-  return equal.item<int>() == 1;
 }
 
 }  // namespace apex::distributed

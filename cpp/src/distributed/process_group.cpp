@@ -98,10 +98,9 @@ void forget_world_of_parent() {
 }
 
 World& require_world() {
-  if (!world_slot()) {
+  if (!world_slot())
     throw InvalidArgument(
         "there is no default process group: call apex::distributed::init_process_group() first");
-  }
   return *world_slot();
 }
 
@@ -112,13 +111,10 @@ bool uses_nccl(const std::vector<DeviceBackend>& backends) {
 
 std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milliseconds>& timeout,
                                           const std::vector<DeviceBackend>& backends) {
-  if (!timeout) {
-    return uses_nccl(backends) ? kDefaultNcclTimeout : kDefaultTimeout;
-  }
-  if (timeout->count() <= 0) {
+  if (!timeout) return uses_nccl(backends) ? kDefaultNcclTimeout : kDefaultTimeout;
+  if (timeout->count() <= 0)
     throw InvalidArgument("the timeout is " + std::to_string(timeout->count()) +
                           " ms, but it must be positive");
-  }
   return std::min<std::chrono::milliseconds>(*timeout, kLongestTimeout);
 }
 
@@ -195,31 +191,26 @@ Group connect_group(const std::string& who, const std::string& name, const std::
   }
 }
 
-// Rank, size and address from the options, the URL and the launcher, in this order.
+// Rank, size and address from the options or the launcher.
 Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
                            const std::optional<LaunchRanks>& launched) {
   const InitMethod method = parse_init_method(options.init_method());
-  if (options.rank().has_value() != options.world_size().has_value()) {
+  if (options.rank().has_value() != options.world_size().has_value())
     throw InvalidArgument(
         "options.rank and options.world_size must be set together: set both or neither");
-  }
   Rendezvous plan;
   plan.kind = method.kind;
   plan.path = method.path;
-  const auto rank = options.rank() ? options.rank() : method.rank;
-  const auto world_size = options.world_size() ? options.world_size() : method.world_size;
-  if ((!rank || !world_size) && !launched) {
+  if (!options.rank() && !launched)
     throw InvalidArgument(
         "RANK and WORLD_SIZE are not set: start the program with torchrun --no-python, srun or "
         "mpirun, set both variables, or pass options.rank and options.world_size");
-  }
-  plan.rank = rank ? *rank : launched->rank;
-  plan.world_size = world_size ? *world_size : launched->world_size;
-  if (plan.world_size < 1 || plan.rank < 0 || plan.rank >= plan.world_size) {
+  plan.rank = options.rank() ? *options.rank() : launched->rank;
+  plan.world_size = options.world_size() ? *options.world_size() : launched->world_size;
+  if (plan.world_size < 1 || plan.rank < 0 || plan.rank >= plan.world_size)
     throw InvalidArgument("the rank is " + std::to_string(plan.rank) + " and the world size is " +
                           std::to_string(plan.world_size) +
                           ": ranks go from 0 to the world size minus 1");
-  }
   const bool agent = process_environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   if (method.kind == InitMethod::Kind::kEnv) {
     plan.master = read_master_address(launched);
@@ -243,10 +234,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
     const std::lock_guard<std::mutex> lock(world_mutex());
     forget_world_of_parent();
   }
-  if (is_initialized()) {
+  if (is_initialized())
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
-  }
   auto world = std::make_unique<World>();
   world->backends = parse_backend(backend);
   world->timeout = options.timeout();
@@ -255,9 +245,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   plan.timeout = resolve_timeout(options.timeout(), world->backends);
 
   std::optional<int> local = options.local_rank();
-  if (!local && launched) {
-    local = launched->local_rank;
-  }
+  if (!local && launched) local = launched->local_rank;
   world->local_rank = local;
   if (uses_nccl(world->backends)) {
     require_nccl();
@@ -290,18 +278,14 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   const int self = world.group->getRank();
   std::vector<int> members = ranks;
   std::sort(members.begin(), members.end());
-  if (members.empty()) {
-    throw InvalidArgument("new_group() needs at least one rank");
-  }
+  if (members.empty()) throw InvalidArgument("new_group() needs at least one rank");
   for (size_t i = 0; i < members.size(); ++i) {
-    if (members[i] < 0 || members[i] >= world.group->getSize()) {
+    if (members[i] < 0 || members[i] >= world.group->getSize())
       throw InvalidArgument("new_group(): rank " + std::to_string(members[i]) +
                             " is not in the world of size " +
                             std::to_string(world.group->getSize()));
-    }
-    if (i > 0 && members[i] == members[i - 1]) {
+    if (i > 0 && members[i] == members[i - 1])
       throw InvalidArgument("new_group(): rank " + std::to_string(members[i]) + " is listed twice");
-    }
   }
   const auto backends = backend.empty() ? world.backends : parse_backend(backend);
   BackendRequest request;
@@ -386,9 +370,7 @@ void destroy_process_group() {
     forget_world_of_parent();
     world = std::move(world_slot());
   }
-  if (!world) {
-    return;
-  }
+  if (!world) return;
   // Newest first: a group may have been split from an older one.
   for (auto group = world->subgroups.rbegin(); group != world->subgroups.rend(); ++group) {
     c10d::unregister_process_group((*group)->getGroupName());

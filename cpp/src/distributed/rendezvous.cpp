@@ -115,11 +115,10 @@ void check_peers(const c10::intrusive_ptr<c10d::Store>& store, const Rendezvous&
 
   const std::string size = std::to_string(rendezvous.world_size);
   const std::string other_size = claim(notes, "world_size", size);
-  if (other_size != size) {
+  if (other_size != size)
     throw InvalidArgument(rendezvous.describe() + " was started with world size " + size +
                           ", but another rank with world size " + other_size +
                           ": set the same WORLD_SIZE on every rank");
-  }
   const std::string self = identity();
   const std::string other = claim(notes, "rank" + std::to_string(rendezvous.rank), self);
   if (other != self) {

@@ -46,10 +46,4 @@ APEX_API at::Tensor all_gather(const at::Tensor& tensor,
 APEX_API at::Tensor reduce_scatter(const at::Tensor& tensor,
                                    const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
-/// Whether every rank has the same `tensor`, in shape, dtype and every bit; the result is the same
-/// on every rank. Shapes may differ and have at most 16 dimensions. Blocks the host on every
-/// device.
-APEX_API bool ranks_agree(const at::Tensor& tensor,
-                          const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
-
 }  // namespace apex::distributed

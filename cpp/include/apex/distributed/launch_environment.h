@@ -37,8 +37,8 @@ struct LaunchRanks {
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK (torchrun and its like); else OMPI_COMM_WORLD_RANK, _SIZE,
 /// _LOCAL_RANK, _LOCAL_SIZE (Open MPI); else PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
-/// (MPICH, Intel MPI); else SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID
-/// (srun). nullopt if none of them is set.
+/// (MPICH, Intel MPI); else SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID (srun). nullopt if
+/// none of them is set.
 ///
 /// @throws apex::InvalidArgument when a launcher's rank is set without its size, when a value is
 ///   not a number, or when the rank is not below the size.
@@ -76,13 +76,9 @@ struct InitMethod {
   int port = 0;
   /// Path of a file:// address.
   std::string path;
-  /// From the query "?rank=0&world_size=2" of the address.
-  std::optional<int> rank;
-  std::optional<int> world_size;
 };
 
-/// Parses "env://", "tcp://host:port", "tcp://[::1]:port" and "file:///absolute/path", each
-/// with an optional query of rank and world_size.
+/// Parses "env://", "tcp://host:port", "tcp://[::1]:port" and "file:///absolute/path".
 ///
 /// @throws apex::InvalidArgument for anything else.
 APEX_API InitMethod parse_init_method(const std::string& url);
