@@ -15,7 +15,6 @@
 
 #include "comm/collectives.h"
 #include "comm/separate_group.h"
-#include "comm/slices.h"
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "watch/watched_group.h"
@@ -58,7 +57,6 @@ static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 
 /// Receive buffer for the first message of one rank: a header and the values of 4,000 channels.
 constexpr int64_t kRoom = int64_t{64} << 10;
-static_assert(kRoom <= kSliceBytes, "the first message is issued in one piece");
 
 constexpr const char* kRemedy =
     ". Run the same synchronized layers, with the same number of channels, in the same order in "
@@ -150,7 +148,6 @@ void gather_with_headers(const Peers& peers, const at::Tensor& gathered, const a
   run_collective(what, group, [&] {
     return issue_all_to_all(what, group, received, share.repeat({group.getSize()}), rooms, lengths);
   });
-  remember_processes(group);
   std::vector<Header> headers(ranks);
   const auto* from = received.const_data_ptr<uint8_t>();
   auto* to = static_cast<uint8_t*>(gathered.mutable_data_ptr());

@@ -4,11 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include <ATen/Functions.h>
@@ -19,14 +18,12 @@
 #include <apex/interruption.h>
 
 #include "comm/separate_group.h"
-#include "comm/slices.h"
 #include "distributed/backends.h"
 #include "error_text.h"
 #include "interruption.h"
 #include "tensor_memory.h"
 #include "torch_version.h"
 #include "watch/neighbours.h"
-#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
 
@@ -93,19 +90,6 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
                     ": interrupted while waiting for other ranks");
 }
 
-void throw_if_bad(const Verdict& verdict) {
-  switch (verdict.kind) {
-    case Verdict::kOk:
-      return;
-    case Verdict::kApart:
-      throw Error("the ranks are in different collectives: " + verdict.text);
-    case Verdict::kFailed:
-      throw Error("another rank reports that a collective of this group has failed");
-    case Verdict::kLost:
-      throw Error("a process of this group has ended, and the store is lost");
-  }
-}
-
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
 void wait_with_reports(const c10d::ProcessGroup& group,
                        const std::function<bool(std::chrono::milliseconds)>& ended_within,
@@ -114,7 +98,7 @@ void wait_with_reports(const c10d::ProcessGroup& group,
   Wait wait(group);
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
-    throw_if_bad(wait.poll());
+    if (const std::string why = wait.poll(); !why.empty()) throw Error(why);
     advance_host_channels();
     if (meanwhile) meanwhile();
   }
@@ -172,12 +156,6 @@ std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::Pr
                                          at::ArrayRef<at::Tensor> tensors) {
   const auto backend = host_backend_for(what, group, tensors);
   return backend && backend->shares_memory() ? backend->channel() : nullptr;
-}
-
-/// Whether Gloo runs a collective of contiguous tensors on the CPU that has no channel.
-bool runs_over_gloo(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && detail::has_backend(group, at::kCPU) &&
-         distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
 }
 
 /// broadcast_changes() for ranks that share memory.
@@ -288,20 +266,15 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   const auto channel = channel_for(what, group, {gathered, share});
   c10d::AllgatherOptions options;
   options.asyncOp = on == Enqueue::kOnOwnStream;
-  const auto issue = [&](at::Tensor& output, at::Tensor& input) {
+  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (channel) return channel->all_gather(what, {gathered}, share);
+    at::Tensor output = gathered, input = share;
     if (detail::has_backend(group, output.device().type()))
       return detail::all_gather_single(group, output, input, options);
     // A group written in Python, which only has collectives of lists.
     std::vector<std::vector<at::Tensor>> outputs{output.view({-1}).chunk(group.getSize())};
     std::vector<at::Tensor> inputs{input.view({-1})};
     return group.allgather(outputs, inputs, options);
-  };
-  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
-    if (channel) return channel->all_gather(what, {gathered}, share);
-    if (static_cast<int64_t>(share.nbytes()) > kSliceBytes && runs_over_gloo(group, gathered))
-      return all_gather_in_slices(gathered, share, issue);
-    at::Tensor output = gathered, input = share;
-    return issue(output, input);
   });
 }
 
@@ -400,20 +373,11 @@ void wait_future(c10::ivalue::Future& future, const std::string& what,
   const TakesTime time(group, what);
   try {
     if (can_stop_waiting(group) && !future.completed()) {
-      struct Shared {
-        std::mutex mutex;
-        std::condition_variable ended;
-        bool done = false;
-      };
-      const auto shared = std::make_shared<Shared>();
-      future.addCallback([shared](c10::ivalue::Future&) {
-        const std::lock_guard<std::mutex> lock(shared->mutex);
-        shared->done = true;
-        shared->ended.notify_all();
-      });
+      const auto done = std::make_shared<std::promise<void>>();
+      const std::future<void> ended = done->get_future();
+      future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
       wait_with_reports(group, [&](std::chrono::milliseconds slice) {
-        std::unique_lock<std::mutex> lock(shared->mutex);
-        return shared->ended.wait_for(lock, slice, [&] { return shared->done; });
+        return ended.wait_for(slice) == std::future_status::ready;
       });
     }
     future.wait();

@@ -104,7 +104,7 @@ std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup&
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
 /// not a collective, such as connecting, when no connection exists yet that would break if a rank
 /// is killed. Fails soon after a process of this host has exited, and otherwise like
-/// wait_collective(). Slices are short. Call remember_processes() before it.
+/// wait_collective(). Slices are short.
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds slice)>& ended_within);
 

@@ -37,27 +37,14 @@ void require_group(const GroupPtr& group, const char* function) {
                         "are not members");
 }
 
-template <typename Range>
-std::string join(const Range& range) {
-  PlainText out;
-  out << '[';
-  const char* separator = "";
-  for (const auto& value : range) {
-    out << separator << value;
-    separator = ", ";
-  }
-  out << ']';
-  return out.str();
-}
-
 /// One line per tensor. Two ranks agree exactly when their descriptions are equal, and the first
 /// line that differs is the message.
 std::string describe(const NamedTensor& entry) {
   const at::Tensor& tensor = entry.tensor;
   PlainText out;
-  out << "'" << entry.name << "' " << tensor.scalar_type() << ' ' << join(tensor.sizes());
+  out << "'" << entry.name << "' " << tensor.scalar_type() << ' ' << tensor.sizes();
   if (tensor.layout() == at::kStrided) {
-    out << " strides " << join(tensor.strides());
+    out << " strides " << tensor.strides();
   } else {
     out << " layout " << tensor.layout();
   }
@@ -233,7 +220,7 @@ std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors, const c
     if (tensor.layout() != at::kStrided) {
       PlainText out;
       out << what << " takes strided tensors, got one of layout " << tensor.layout()
-          << " and shape " << join(tensor.sizes());
+          << " and shape " << tensor.sizes();
       throw InvalidArgument(out.str());
     }
     if (seen.insert(tensor.unsafeGetTensorImpl()).second) result.push_back(tensor.detach());

@@ -18,7 +18,6 @@
 
 #include <apex/error.h>
 
-#include "by_group.h"
 #include "comm/collectives.h"
 #include "distributed/backends.h"
 #include "endings.h"
@@ -147,30 +146,6 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
   return backend;
 }
 
-/// The result of host_backend_of() for a group; removed some calls after the group is gone.
-struct Attachment {
-  std::mutex mutex;  ///< held while the ranks meet; per group, since groups may meet concurrently
-  std::optional<HostBackendPtr> backend;
-};
-
-std::shared_ptr<Attachment> attachment_of(const c10d::ProcessGroup& group) {
-  constexpr uint64_t kLooksEvery = 256;  // how often to check for expired groups
-  struct Attachments {
-    std::mutex mutex;
-    uint64_t calls = 0;
-    ByGroup<std::shared_ptr<Attachment>> by_group;
-  };
-  // Never destroyed: groups may be used while the process exits.
-  static auto* const all = new Attachments;
-  std::vector<std::shared_ptr<Attachment>> gone;  // destroyed after the lock is released
-  const std::lock_guard<std::mutex> lock(all->mutex);
-  const auto* const found = all->by_group.find(group);
-  std::shared_ptr<Attachment> attachment = found ? *found : std::make_shared<Attachment>();
-  if (!found) all->by_group.put(group, attachment);
-  if (!found || ++all->calls % kLooksEvery == 0) gone = all->by_group.take_gone();
-  return attachment;
-}
-
 }  // namespace
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
@@ -218,11 +193,15 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   auto& group = const_cast<c10d::ProcessGroup&>(given);
   const BackendPtr on_cpu =
       detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
-  if (auto* const own = dynamic_cast<HostBackend*>(on_cpu.get()))
+  if (auto* const own = dynamic_cast<HostBackend*>(on_cpu.get())) {
+    if (!find_watched(group)) remember_processes(group, own->links().processes);
     return HostBackendPtr::reclaim_copy(own);
-  const std::shared_ptr<Attachment> attachment = attachment_of(group);
-  const std::lock_guard<std::mutex> lock(attachment->mutex);
-  if (attachment->backend) return *attachment->backend;
+  }
+  const WatchedGroupPtr known = watched(group);
+  if (!known) return nullptr;
+  // Held while the ranks meet; per group, since groups may meet concurrently.
+  const std::lock_guard<std::mutex> lock(known->attaching);
+  if (known->attached) return *std::static_pointer_cast<HostBackendPtr>(known->attached);
   HostBackendPtr made;
   if (const auto timeout = on_cpu ? distributed::gloo_timeout(*on_cpu) : std::nullopt) {
     distributed::BackendRequest request;
@@ -238,7 +217,7 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
     });
     remember_processes(group, *processes);
   }
-  attachment->backend = made;
+  known->attached = std::make_shared<HostBackendPtr>(made);
   return made;
 }
 

@@ -15,7 +15,6 @@
 #include "reducer/opening.h"
 #include "reducer/profiler_range.h"
 #include "tensor_memory.h"
-#include "watch/watched_group.h"
 
 namespace apex::parallel::detail {
 
@@ -99,7 +98,6 @@ void ReducerCore::begin() {
                     members.parent);
   context().parameters.check_trainable(members.rank);
   if (context().options.init_sync) require_sendable(parameters(), "parameter", members.parent);
-  remember_processes(*members.parent);
   if (!context().parameters.empty()) members.device = context().parameters[0].variable.device();
   const auto on_cpu = [](const NamedTensor& one) { return one.tensor.device().is_cpu(); };
   members.separate(std::any_of(parameters().begin(), parameters().end(), on_cpu));

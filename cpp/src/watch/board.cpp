@@ -15,7 +15,9 @@
 
 #include "watch/forced_unwind.h"
 #include "watch/neighbours.h"
+#include "watch/stall.h"
 #include "watch/timing.h"
+#include "watch/watched_group.h"
 
 namespace apex::parallel {
 
@@ -150,7 +152,10 @@ Board::Board(const c10d::ProcessGroup& group, milliseconds how_long)
     : group_name(group.getGroupName()),
       rank(group.getRank()),
       size(group.getSize()),
-      patience(how_long),
+      timeout(how_long),
+      patience(timeout == milliseconds(0)
+                   ? timing::kMostPatience
+                   : std::clamp(timeout / 8, timing::kLeastPatience, timing::kMostPatience)),
       given_(group.getStore()) {
   ++boards;
   const StorePtr base = base_of(given_);
@@ -164,23 +169,18 @@ Board::Board(const c10d::ProcessGroup& group, milliseconds how_long)
 
 Board::~Board() { --boards; }
 
-void Board::begin(Answer answer) {
-  answer_ = std::move(answer);
+void Board::begin() {
   if (!has_store()) return;
   post([self = shared_from_this()](c10d::Store& store) {
-    self->introduce(store);
-  }).wait_until(Clock::now() + patience);
+    // A store that outlives a group may have seen an earlier group of this name, possibly with
+    // fewer ranks, so the key includes the size and counts instances per rank.
+    const std::string base = self->group_name + "/" + std::to_string(self->size);
+    const std::string mine = "apex/introduced/" + base + "/" + std::to_string(self->rank);
+    self->name_ = base + "/" + std::to_string(store.add(mine, 1));
+    if (const auto process = this_process())
+      append(store, self->key("process/" + process->host), self->rank, process->encode());
+  });
   look_again(chain_);
-}
-
-void Board::introduce(c10d::Store& store) {
-  // A store that outlives a group may have seen an earlier group of this name, possibly with fewer
-  // ranks, so the key includes the size and counts instances per rank.
-  const std::string base = group_name + "/" + std::to_string(size);
-  name_ = base + "/" +
-          std::to_string(store.add("apex/introduced/" + base + "/" + std::to_string(rank), 1));
-  if (const auto process = this_process())
-    append(store, key("process/" + process->host), rank, process->encode());
 }
 
 // --- calls of the store ---
@@ -202,26 +202,11 @@ void Board::run(const Body& body) {
 }
 
 std::shared_future<void> Board::post(Body body) {
-  auto done = std::make_shared<std::promise<void>>();
-  std::shared_future<void> future = done->get_future().share();
-  if (!has_store()) {
-    done->set_exception(std::make_exception_ptr(Error("the store carries no reports")));
-    return future;
-  }
-  run_at(Clock::now(), [self = shared_from_this(), body = std::move(body), done]() mutable {
-    std::exception_ptr error;
-    try {
-      self->run(body);
-    } catch (APEX_FORCED_UNWIND) {
-      throw;
-    } catch (...) {
-      error = std::current_exception();
-    }
-    body = nullptr;  // after the future is set, this thread holds no reference
-    self.reset();
-    error ? done->set_exception(error) : done->set_value();
-  });
-  return future;
+  const auto task = std::make_shared<std::packaged_task<void()>>(
+      [self = shared_from_this(), body = std::move(body)] { self->run(body); });
+  std::shared_future<void> future = task->get_future().share();
+  if (has_store()) run_at(Clock::now(), [task] { (*task)(); });
+  return future;  // without a store it holds a broken promise
 }
 
 void Board::run_at(Clock::time_point at, std::function<void()> job) {
@@ -231,39 +216,26 @@ void Board::run_at(Clock::time_point at, std::function<void()> job) {
 // --- failures ---
 
 std::shared_future<void> Board::report(const std::string& what, const Proof& proof) {
-  std::string text;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    failure_.emplace();
-    failure_->failure = what;
-    failure_->proof = proof;
-    text = failure_->encode();
-  }
+  RankRecord record;
+  record.failure = what;
+  record.proof = proof;
+  has_failed_ = true;
   const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
   if (rank == 0 && has_store() && (agent == nullptr || std::string(agent) != "True")) {
     static const int at_exit = std::atexit(stay_for_readers);
     if (at_exit == 0) stays_until = Clock::now() + timing::kStays;
   }
-  return post([self = shared_from_this(), text](c10d::Store& store) {
+  return post([self = shared_from_this(), text = record.encode()](c10d::Store& store) {
     append(store, self->key("failed"), self->rank, text);
     store.add(self->key("news"), 1);  // last, so that a rank that sees the count finds the report
+    self->find_processes(store);
     self->wake();
   });
-}
-
-bool Board::has_failed() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_.has_value();
 }
 
 RankRecords Board::reports() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return reports_;
-}
-
-bool Board::has_reports() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !reports_.empty();
 }
 
 // --- processes ---
@@ -286,16 +258,14 @@ bool Board::all_on_this_host() {
   return static_cast<int>(processes_.size()) == size - 1;
 }
 
-std::shared_future<void> Board::read_processes() {
-  return post([self = shared_from_this()](c10d::Store& store) {
-    const auto process = this_process();
-    if (!process) return;
-    std::map<int, ProcessName> found;
-    for (const auto& [other, text] : read_appended(store, self->key("process/" + process->host))) {
-      if (auto name = ProcessName::decode(text)) found.emplace(other, std::move(*name));
-    }
-    self->add_processes(std::move(found));
-  });
+void Board::find_processes(c10d::Store& store) {
+  const auto self = this_process();
+  if (!self || !processes().empty()) return;
+  std::map<int, ProcessName> found;
+  for (const auto& [other, text] : read_appended(store, key("process/" + self->host))) {
+    if (auto name = ProcessName::decode(text)) found.emplace(other, std::move(*name));
+  }
+  add_processes(std::move(found));
 }
 
 Proof Board::look_around(std::optional<ProcessState> only) {
@@ -356,6 +326,7 @@ void Board::look_again(int64_t chain) {
 
 void Board::look() {
   const auto began = Clock::now();
+  forget_destroyed_groups();
   const bool idle = waiting_ == 0 && collecting_ == 0;
   // A process that has ended may have hosted the store, and torch logs every call of a lost store.
   if (idle && !look_around(ProcessState::kEnded).empty()) return;
@@ -368,7 +339,7 @@ void Board::look() {
           found[other] = RankRecord::decode(text);
         const int64_t asked = store.add(key("asked"), 0);
         if (asked != std::exchange(seen_asked_, asked)) {
-          RankRecord mine = answer_();
+          RankRecord mine = position(*this);
           mine.asked = asked;
           answered_elsewhere = !mine.waits;
           set_text(store, key("rank") + '/' + std::to_string(rank), mine.encode());
@@ -381,20 +352,9 @@ void Board::look() {
   } catch (APEX_FORCED_UNWIND) {
     throw;
   } catch (...) {
-    const std::lock_guard<std::mutex> lock(mutex_);
     failed_ = Clock::now();
   }
   news_.notify_all();
-}
-
-bool Board::answered_since(Clock::time_point time) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return answered_ >= time;
-}
-
-bool Board::failed_since(Clock::time_point time) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failed_ >= time;
 }
 
 void Board::wait_for_news(Clock::time_point until) {

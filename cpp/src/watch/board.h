@@ -3,6 +3,7 @@
 
 /// What the ranks of a group report to each other, through the group's store.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -26,16 +27,16 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // Note [Calls of the store]
 //
-// A call blocks while the process that hosts the store is stopped. So one thread makes all calls of
-// a store, and other threads read its results. The thread is detached: if it is blocked in a call,
-// it is left behind. A TCPStore is cloned, which connects to its server, since
-// destroy_process_group() must end the job's store, which frees its port. After an error the store
-// is lost: no call is made twice, and torch logs every call of a lost store.
+// A call blocks while the process that hosts the store is stopped, and for long on a loaded host.
+// So one thread makes all calls of a store, and no other thread waits for it, except for the report
+// of a failure. The thread is detached: if it is blocked in a call, it is left behind. A TCPStore
+// is cloned on that thread, which connects to its server, since destroy_process_group() must end
+// the job's store, which frees its port. After an error the store is lost: no call is made twice,
+// and torch logs every call of a lost store.
 //
 // Failures are appended to one key, since with a key for each rank N ranks would make N^2 requests.
 // A rank that is in no collective looks for news every kIdle; reports of a rank on the same host
-// wake it at once. Stores that cannot append, such as a FileStore, carry no reports: the ranks
-// then know the processes of their host only.
+// wake it at once. Stores that cannot append, such as a FileStore, carry no reports.
 
 class StoreThread;
 
@@ -44,25 +45,23 @@ class Board : public std::enable_shared_from_this<Board> {
  public:
   using Clock = std::chrono::steady_clock;
   using Body = std::function<void(c10d::Store& store)>;
-  /// This rank's record, as the answer to ranks that wait.
-  using Answer = std::function<RankRecord()>;
 
-  /// `patience`: see report_failure().
-  Board(const c10d::ProcessGroup& group, std::chrono::milliseconds patience);
+  /// `timeout` of the group's collectives; 0: unknown.
+  Board(const c10d::ProcessGroup& group, std::chrono::milliseconds timeout);
   ~Board();
-  /// Publishes this rank's process, and begins to answer. Waits until the store has it.
-  void begin(Answer answer);
+  /// Publishes this rank's process, and begins to look for news and to answer.
+  void begin();
 
   const std::string group_name;
   const int rank;
   const int size;
-  const std::chrono::milliseconds patience;
+  const std::chrono::milliseconds timeout;
+  const std::chrono::milliseconds patience;  ///< see report_failure()
   bool has_store() const { return thread_ != nullptr; }
   /// Whether all ranks are on this host, so that each of them is woken by a report.
   bool all_on_this_host();
 
-  /// Runs `body` on the store's thread, after earlier posts. The future is ready when `body` has
-  /// run and is destroyed; it holds the exception of `body`.
+  /// Runs `body` on the store's thread, after earlier posts. The future has its exception.
   /// @throws Error through the future if the store is lost.
   std::shared_future<void> post(Body body);
   /// Calls `job` on the store's thread at `at`. Only if has_store().
@@ -74,18 +73,16 @@ class Board : public std::enable_shared_from_this<Board> {
 
   /// Reports that a collective of the group has failed on this rank, or more proof. Does not wait.
   std::shared_future<void> report(const std::string& what, const Proof& proof);
-  bool has_failed();
+  bool has_failed() const { return has_failed_; }
   /// As last read.
   RankRecords reports();
-  bool has_reports();
 
   // --- processes of this host's ranks ---
 
   void add_processes(std::map<int, ProcessName> found);
   std::map<int, ProcessName> processes();
-  /// Reads them from the store. Does not wait.
-  std::shared_future<void> read_processes();
-  std::atomic<bool> processes_read{false};
+  /// Reads those that are published, if none is known. Used on the store's thread.
+  void find_processes(c10d::Store& store);
   /// Those that have exited or are stopped.
   Proof look_around(std::optional<ProcessState> only = {});
   /// Makes the ranks of this host look for news.
@@ -109,9 +106,9 @@ class Board : public std::enable_shared_from_this<Board> {
   /// Looks for news now.
   void look_now();
   /// Whether the store has answered a look that began after `time`.
-  bool answered_since(Clock::time_point time);
+  bool answered_since(Clock::time_point time) const { return answered_.load() >= time; }
   /// Whether the store has raised an error since `time`.
-  bool failed_since(Clock::time_point time);
+  bool failed_since(Clock::time_point time) const { return failed_.load() >= time; }
   /// Blocks until there may be news, or `until`.
   void wait_for_news(Clock::time_point until);
 
@@ -124,15 +121,15 @@ class Board : public std::enable_shared_from_this<Board> {
 
  private:
   void run(const Body& body);
-  void introduce(c10d::Store& store);
   void look();
   void look_again(int64_t chain);
   std::chrono::milliseconds interval() const;
 
   std::shared_ptr<StoreThread> thread_;
-  Answer answer_;
   std::atomic<int> waiting_{0}, collecting_{0};
   std::atomic<int64_t> chain_{0};  ///< of looks; an earlier one ends
+  std::atomic<bool> has_failed_{false};
+  std::atomic<Clock::time_point> answered_{Clock::time_point()}, failed_{Clock::time_point()};
 
   // Used on the store's thread:
   StorePtr given_, store_;
@@ -141,10 +138,8 @@ class Board : public std::enable_shared_from_this<Board> {
 
   std::mutex mutex_;  ///< guards what follows
   std::condition_variable news_;
-  std::optional<RankRecord> failure_;  ///< this rank's, as posted
   RankRecords reports_;
   std::map<int, ProcessName> processes_;
-  Clock::time_point answered_, failed_;
 };
 
 /// The value of `key`, or "" if it is unset. Does not wait for the key.

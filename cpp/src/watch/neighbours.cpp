@@ -2,7 +2,6 @@
 #include "watch/neighbours.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -68,9 +67,8 @@ struct Neighbours {
   std::vector<const WaitScope*> waits;
   std::atomic<bool> some_failed{false};  ///< a process has ended with an error
   Clock::time_point printed;
-  bool started = false;                                          ///< the thread
-  const int changed = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  ///< `all` has grown
-  const int wakes = make_socket();                               ///< see wake_process()
+  bool started = false;             ///< the thread
+  const int wakes = make_socket();  ///< see send_to()
 };
 
 Neighbours& neighbours() {
@@ -84,6 +82,17 @@ Neighbours& neighbours() {
     pid = this_pid();
   }
   return *current;
+}
+
+/// What a datagram to the thread of a process means.
+constexpr char kLook = 'l';     ///< there may be news of its groups
+constexpr char kChanged = 'c';  ///< its list of neighbours has grown
+
+void send_to(const Neighbours& state, const ProcessName& process, char what) {
+  sockaddr_un address;
+  const socklen_t length = address_of(process, address);
+  static_cast<void>(::sendto(state.wakes, &what, 1, MSG_NOSIGNAL,
+                             reinterpret_cast<sockaddr*>(&address), length) >= 0);
 }
 
 /// Returns whether a line may be printed now, and counts it.
@@ -112,8 +121,9 @@ std::optional<std::string> find_line(Neighbours& state) {
       }
     }
     if (ended.empty()) continue;
-    return "rank " + std::to_string(known->rank) + " of " + std::to_string(known->size) + ": " +
-           ended + known->note + ", while this rank waits in: " + wait->what;
+    return "rank " + std::to_string(known->board->rank) + " of " +
+           std::to_string(known->board->size) + ": " + ended + known->note +
+           ", while this rank waits in: " + wait->what;
   }
   return std::nullopt;
 }
@@ -129,28 +139,24 @@ void print_if_waiting(Neighbours& state) {
 
 /// Polls until the process exits.
 void loop(Neighbours& state) {
-  constexpr size_t kFirst = 2;  // the first neighbour in `fds`
   std::vector<pollfd> fds;
   for (;;) {
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
-      fds.assign({{state.changed, POLLIN, 0}, {state.wakes, POLLIN, 0}});
+      fds.assign({{state.wakes, POLLIN, 0}});
       for (const Neighbour& one : state.all) fds.push_back({one.fd, POLLIN, 0});
     }
     if (::poll(fds.data(), fds.size(), -1) < 0) continue;
-    if (uint64_t count = 0; (fds[0].revents & POLLIN) != 0)
-      static_cast<void>(::read(state.changed, &count, sizeof(count)) > 0);
-    if ((fds[1].revents & POLLIN) != 0) {
-      for (char text = 0; ::recv(state.wakes, &text, sizeof(text), 0) >= 0;) {
-      }
-      look_at_boards();
-    }
+    bool looks = false;
+    for (char what = 0; ::recv(state.wakes, &what, sizeof(what), 0) >= 0;)
+      looks = looks || what == kLook;
+    if (looks) look_at_boards();
     bool failed = false;
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
-      for (size_t i = kFirst; i < fds.size(); ++i) {
+      for (size_t i = 1; i < fds.size(); ++i) {
         if (fds[i].revents == 0) continue;
-        Neighbour& one = state.all[i - kFirst];
+        Neighbour& one = state.all[i - 1];
         one.outcome = outcome_of(one.process, one.fd);
         failed = failed || !one.outcome.empty();
         ::close(std::exchange(one.fd, -1));
@@ -173,8 +179,7 @@ void watch_process(const ProcessName& process) {
   const int fd = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
   if (fd < 0) return;  // it has ended already, or the kernel is older than 5.3
   state.all.push_back({process, fd, {}});
-  const uint64_t one = 1;
-  static_cast<void>(::write(state.changed, &one, sizeof(one)) > 0);
+  send_to(state, *self, kChanged);
 }
 
 void listen_to_neighbours() {
@@ -188,10 +193,7 @@ void wake_process(const ProcessName& process) {
   const auto self = this_process();
   if (!self || self->host != process.host) return;
   if (self->pid == process.pid) return look_at_boards();  // ranks are threads
-  sockaddr_un address;
-  const socklen_t length = address_of(process, address);
-  static_cast<void>(::sendto(neighbours().wakes, "", 1, MSG_NOSIGNAL,
-                             reinterpret_cast<sockaddr*>(&address), length) >= 0);
+  send_to(neighbours(), process, kLook);
 }
 
 WaitScope::WaitScope(const c10d::ProcessGroup& of, const std::string& name)

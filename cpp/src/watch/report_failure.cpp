@@ -22,7 +22,6 @@ bool collect(Board& board, const std::string& what, Findings& findings) {
   auto until = began + (board.has_store() ? board.patience : timing::kForOthers), seen_at = began;
   Proof seen = board.look_around(), proven, first_seen;
   board.report(what, seen);  // first, since other ranks may be waiting for this rank
-  if (board.processes().empty()) board.read_processes();
   const Board::Looking looking(board.shared_from_this(), Board::Pace::kCollects);
   for (;;) {
     if (first_seen.empty()) first_seen = seen.empty() ? board.look_around() : seen;

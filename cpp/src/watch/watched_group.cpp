@@ -10,8 +10,8 @@
 #include "distributed/backends.h"
 #include "torch_version.h"
 #include "watch/neighbours.h"
-#include "watch/stall.h"
 #include "watch/timing.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -22,8 +22,7 @@ using std::chrono::milliseconds;
 
 /// Never destroyed, since threads may outlive main().
 struct Groups {
-  std::mutex introduction;  ///< held while a rank publishes its process, which waits for the store
-  std::mutex mutex;         ///< guards what follows
+  std::mutex mutex;  ///< guards what follows
   ByGroup<WatchedGroupPtr> by_group;
   ByGroup<int64_t> makers;  ///< the process that created each group
 };
@@ -54,16 +53,13 @@ std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
   }
 }
 
-/// The processes of the ranks of the whole job, as far as the launcher's environment names them.
-std::map<int, ProcessName> launched_ranks_of(const WatchedGroup& group) {
+/// Whether `board` is of all ranks of the job, according to the launcher's environment.
+bool is_of_the_job(const Board& board) {
   const auto is = [](const char* name, int value) {
     const char* const text = std::getenv(name);
     return text != nullptr && std::to_string(value) == text;
   };
-  if (!is("RANK", group.rank) || !is("WORLD_SIZE", group.size)) return {};
-  std::map<int, ProcessName> processes = launched_ranks();
-  processes.erase(group.rank);
-  return processes;
+  return is("RANK", board.rank) && is("WORLD_SIZE", board.size);
 }
 
 WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent,
@@ -71,25 +67,7 @@ WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroup
   const auto made = std::make_shared<WatchedGroup>();
   made->channel = parent ? name : group.getGroupName();
   made->note = note_on_ranks(group);
-  made->pid = this_pid();
-  made->rank = group.getRank();
-  made->size = group.getSize();
-  made->timeout = timeout_of(group);
-  if (parent) {
-    made->board = parent->board;
-    return made;
-  }
-  const milliseconds patience =
-      made->timeout == milliseconds(0)
-          ? timing::kMostPatience
-          : std::clamp(made->timeout / 8, timing::kLeastPatience, timing::kMostPatience);
-  made->board = std::make_shared<Board>(group, patience);
-  made->board->add_processes(launched_ranks_of(*made));
-  made->board->begin([weak = std::weak_ptr<Board>(made->board)] {
-    const auto board = weak.lock();
-    return board ? position(*board) : RankRecord();
-  });
-  listen_to_neighbours();
+  made->board = parent ? parent->board : std::make_shared<Board>(group, timeout_of(group));
   return made;
 }
 
@@ -128,13 +106,16 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
   if (group.getSize() == 1) return nullptr;
   if (auto one = find_any(group)) return if_own(std::move(one));
   if (!group.getStore()) return nullptr;
-  const std::lock_guard<std::mutex> introduction(groups().introduction);
-  if (auto one = find_any(group)) return if_own(std::move(one));
   WatchedGroupPtr one = make_watched(group, parent, name);
-  std::vector<WatchedGroupPtr> gone;  // destroyed after the lock is released
-  const std::lock_guard<std::mutex> lock(groups().mutex);
-  gone = groups().by_group.take_gone();
-  groups().by_group.put(group, one);
+  forget_destroyed_groups();
+  {
+    const std::lock_guard<std::mutex> lock(groups().mutex);
+    if (const WatchedGroupPtr* const other = groups().by_group.find(group)) return if_own(*other);
+    groups().by_group.put(group, one);
+    if (!parent) one->board->begin();
+  }
+  if (!parent && is_of_the_job(*one->board)) one->board->add_processes(launched_ranks());
+  listen_to_neighbours();
   return one;
 }
 
@@ -145,6 +126,12 @@ WatchedGroupPtr watched(const c10d::ProcessGroup& group) { return find_or_make(g
 std::vector<WatchedGroupPtr> all_watched() {
   const std::lock_guard<std::mutex> lock(groups().mutex);
   return groups().by_group.values();
+}
+
+void forget_destroyed_groups() {
+  std::vector<WatchedGroupPtr> gone;  // destroyed after the lock is released
+  const std::lock_guard<std::mutex> lock(groups().mutex);
+  gone = groups().by_group.take_gone();
 }
 
 void look_at_boards() {
@@ -159,17 +146,7 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
   const WatchedGroupPtr known = watched(parent);
   if (known) find_or_make(group, known, name);
 } catch (...) {
-  // A collective that fails reports the problem with the store.
-}
-
-void remember_processes(const c10d::ProcessGroup& group) noexcept try {
-  const WatchedGroupPtr known = watched(group);
-  if (!known) return;
-  Board& board = *known->board;
-  if (!board.processes_read.exchange(true))
-    board.read_processes().wait_until(Clock::now() + board.patience);
-} catch (...) {
-  // A collective that fails reports the problem with the store.
+  // A collective that fails names no rank.
 }
 
 void remember_processes(const c10d::ProcessGroup& group,
@@ -184,6 +161,34 @@ void remember_processes(const c10d::ProcessGroup& group,
   known->board->add_processes(std::move(here));
 } catch (...) {
   // An error does not name the processes.
+}
+
+void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  const WatchedGroupPtr one = watched(group);
+  if (!one) return;
+  const std::lock_guard<std::mutex> lock(one->mutex);
+  one->calls.add(what);
+  one->began = Clock::now();
+  one->asked = false;
+} catch (...) {
+  // A collective that fails reports the problem with the store.
+}
+
+bool others_wait(const c10d::ProcessGroup& group) {
+  const WatchedGroupPtr one = find_watched(group);
+  return one && one->board->answered_elsewhere;
+}
+
+bool has_failed(const c10d::ProcessGroup& group) noexcept {
+  const WatchedGroupPtr one = find_watched(group);
+  return one && one->board->has_failed();
+}
+
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+  if (const WatchedGroupPtr one = watched(group))
+    one->board->report(what, {}).wait_for(timing::kForOthers);  // this process may end now
+} catch (...) {
+  // The other ranks wait until their timeout.
 }
 
 void made_here(const c10d::ProcessGroup& group) {

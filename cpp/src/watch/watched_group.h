@@ -31,14 +31,11 @@ struct Launched {
 struct WatchedGroup {
   using Clock = std::chrono::steady_clock;
 
-  std::string channel;  ///< its name, which no other group of this process has
-  std::string note;     ///< the ranks' numbers in the job, see note_on_ranks()
-  int64_t pid = 0;      ///< process that created this object
-  int rank = 0;
-  int size = 1;
-  std::chrono::milliseconds timeout{0};  ///< timeout of its collectives; 0: unknown
-  std::shared_ptr<Board> board;          ///< shared by all channels of a group
-  std::atomic<int> waits{0};             ///< waits that take longer than usual; began at:
+  std::string channel;           ///< its name, which no other group of this process has
+  std::string note;              ///< the ranks' numbers in the job, see note_on_ranks()
+  int64_t pid = this_pid();      ///< process that created this object
+  std::shared_ptr<Board> board;  ///< shared by all channels of a group
+  std::atomic<int> waits{0};     ///< waits that take longer than usual; began at:
   std::atomic<Clock::time_point> waits_since;
   std::atomic<bool> asked{false};  ///< a rank may have reported a stall of the last call
 
@@ -47,6 +44,9 @@ struct WatchedGroup {
   Clock::time_point began;  ///< when the last call began
   Launched launched;
   bool gpu_is_watched = false;
+
+  std::mutex attaching;            ///< guards attached
+  std::shared_ptr<void> attached;  ///< the result of host_backend_of()
 };
 
 using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
@@ -55,12 +55,15 @@ using WatchedGroupPtr = std::shared_ptr<WatchedGroup>;
 /// numbers are the same.
 std::string note_on_ranks(const c10d::ProcessGroup& group);
 
-/// The entry of `group`. The first call publishes this rank's process through the store. Null for
-/// groups of one rank or without a store, and in a forked process.
+/// The entry of `group`, made by the first call. Null for groups of one rank or without a store,
+/// and in a forked process. Does not wait for the store.
 WatchedGroupPtr watched(const c10d::ProcessGroup& group);
 
 /// All groups that this process watches.
 std::vector<WatchedGroupPtr> all_watched();
+
+/// Drops the entries of groups that no longer exist, and with them connections to the store.
+void forget_destroyed_groups();
 
 /// Looks for news of all groups now.
 void look_at_boards();
@@ -68,19 +71,13 @@ void look_at_boards();
 /// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
-/// From now on `group` is a channel of `parent`, which has the same ranks. Call it after a first
-/// collective of `parent` and before one of `group`.
+/// From now on `group` is a channel of `parent`, which has the same ranks. Call it before the first
+/// collective of `group`.
 /// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) noexcept;
 
-/// Reads the processes of the ranks on this host, so that they are known if the store is lost.
-/// Processes on other hosts cannot be observed, and reading all of them would take time
-/// proportional to the number of ranks. Call it after a first collective of the group. Later calls
-/// return immediately.
-void remember_processes(const c10d::ProcessGroup& group) noexcept;
-
-/// The same for processes that are known already, by rank.
+/// From now on the processes of the ranks on this host are watched. `processes`: of all ranks.
 void remember_processes(const c10d::ProcessGroup& group,
                         const std::vector<ProcessName>& processes) noexcept;
 

@@ -5,11 +5,14 @@
 /// their processes.
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <apex/export.h>
+
+#include "watch/watched_group.h"
 
 namespace apex::parallel {
 
@@ -34,40 +37,53 @@ namespace apex::parallel {
 // rank would then wait until the timeout. So it checks the processes of its host, and gives up once
 // one has exited and neither the collective nor the store makes progress for two more seconds.
 
-/// The findings of a waiting rank.
-struct Verdict {
-  enum Kind {
-    kOk,      ///< other ranks may just be late
-    kFailed,  ///< another rank reports that a collective of the group has failed
-    kApart,   ///< the ranks are in different collectives; text: which
-    kLost,    ///< a process of the group has exited, and the store is lost as well
-  };
-  Kind kind = kOk;
-  std::string text;
-};
+// Note [Stalls]
+//
+// A rank that has waited for 0.4 of the stall time reports that in the store, and asks. The other
+// ranks of its host are woken; those of other hosts look for news from time to time. Each answers
+// with its own position and activity, on the store's thread, since the main thread may be busy. A
+// rank that has answered that it is in no collective, and then starts to wait, reports that. When
+// the stall time has passed, the first rank that waits in this call reads all reports, prints which
+// rank is late, and leaves the text in the store, for the errors of the others. Ranks that wait in
+// different calls for the same rank may print one report each. The procedure repeats after 4, 16,
+// ... times the stall time. The reports also show whether ranks are in different collectives: see
+// Note [Ranks in different collectives].
+//
+// Over NCCL the GPU waits while the host continues, possibly several calls ahead. So a timer checks
+// whether the last launched collective has completed. If it does not for the stall time, the rank
+// asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only if its
+// host has not made the call yet.
 
 /// Records that this rank calls the collective `what` of `group`; see
-/// Note [Ranks in different collectives]. The first call publishes this rank's process through the
-/// group's store, so once that collective completes, every rank has published its process.
+/// Note [Ranks in different collectives].
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// Scope of a wait in this rank's last call of `group`. Used by one thread at a time.
+/// Scope of a wait of this rank's host or GPU. Used by one thread at a time.
 class Wait {
  public:
+  /// A wait in the last call of `group`.
   explicit Wait(const c10d::ProcessGroup& group);
+  /// A wait of the GPU in `launched` or before it.
+  Wait(const WatchedGroupPtr& group, const Launched& launched);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
-  /// The findings so far. Does not block: the store's thread calls the store.
-  Verdict poll();
+  /// Why the wait will not end; empty while other ranks may just be late. Does not block: the
+  /// store's thread calls the store.
+  std::string poll();
 
  private:
   struct State;
-  bool is_left_alone();
 
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;  ///< shared with the store's thread, which may outlive the wait
+  std::optional<Board::Looking> looking_;
 };
+
+/// Records that this rank has launched `work`, the collective `what` of `group`, which the host
+/// does not wait for. Not while a graph is captured.
+void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
+                       const c10::intrusive_ptr<c10d::Work>& work) noexcept;
 
 /// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
 /// are lost, and where other ranks have failed. Empty without a store. Blocks for at most an eighth

@@ -496,7 +496,6 @@ int64_t most_requests_of_a_wrapper(const Places& places, bool on_cpu) {
     const auto& store = dynamic_cast<testing::CountingStore&>(*group->getStore());
     const int64_t before = store.requests();
     issue_all_reduce("a comparison of models", *group, at::ones({1}))->wait();
-    remember_processes(*group);
     const auto own = make_separate_group(group, "counted", on_cpu);
     watch_with(*own, *group, "counted");
     issue_all_reduce("a control message", *own, at::ones({1}))->wait();

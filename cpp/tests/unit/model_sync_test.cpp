@@ -178,20 +178,6 @@ TEST(VerifySameModel, LocaleWithThousandsSeparators_NumbersAreThoseOfEveryRank) 
   std::locale::global(before);
 }
 
-TEST(VerifySameModel, CollectiveFails_ThrowsNamed) {
-  const auto control = ThreadBackendControl::create(2);
-  control->fail(0, "cable");
-  run_ranks(control, [&](int rank, const Group& group) {
-    const std::string text =
-        text_of<CommunicationError>([&] { verify_same_model(model(), {}, group); });
-    EXPECT_EQ(
-        text.rfind("rank " + std::to_string(rank) + " of 2: comparison of the models failed: cable",
-                   0),
-        0u)
-        << text;
-  });
-}
-
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(at::kByte).clone();
 }
@@ -382,18 +368,6 @@ TEST(BroadcastCoalesced, RootOrLayoutThatCannotBe_ThrowsBeforeAnythingIsSent) {
         [&] { broadcast_coalesced({at::zeros({1}), at::zeros({2, 3}).to_sparse()}, group); });
     EXPECT_NE(text.find("layout Sparse and shape [2, 3]"), std::string::npos) << text;
     EXPECT_EQ(control->issued(rank), 0u);
-  });
-}
-
-TEST(BroadcastCoalesced, CollectiveFails_ThrowsWithTheNameThatWasGiven) {
-  const auto control = ThreadBackendControl::create(2);
-  control->fail(0, "cable");
-  run_ranks(control, [&](int rank, const Group& group) {
-    const at::Tensor tensor = at::full({2}, rank + 1.0);
-    const std::string text = text_of<CommunicationError>(
-        [&] { broadcast_coalesced({tensor}, group, 0, kBroadcastBytes, "broadcast of buffers"); });
-    EXPECT_NE(text.find("broadcast of buffers failed: cable"), std::string::npos) << text;
-    EXPECT_TRUE(tensor.equal(at::full({2}, rank + 1.0)));
   });
 }
 

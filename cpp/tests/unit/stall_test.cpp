@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -303,7 +304,6 @@ std::string report_within(std::chrono::seconds longest) {
 TEST_F(StallTest, GpuWaitsAndTheHostOfAnotherRankHasNotMadeTheCall_IsNamed) {
   const auto groups = make_stored_groups(3, "gpu");
   for (const auto& group : groups) begin_call(*group, "first");
-  for (const auto& group : groups) remember_processes(*group);
   for (const int rank : {0, 1}) begin_call(*groups[rank], "all-reduce of bucket 3");
   const auto work = c10::make_intrusive<OnGpu>();
   remember_launched(*groups[1], "all-reduce of bucket 3", work);
@@ -364,6 +364,25 @@ TEST_F(StallTest, RanksThatTrain_AskTheStoreOnceInTenSecondsWhateverTheStallTime
     }
     EXPECT_LE(store->requests - before, kRanks * kSeconds / 10 + 1);
   }
+}
+
+/// Does not answer until it is released, as while its host is stopped or busy.
+struct SilentStore final : c10d::HashStore {
+  int64_t add(const std::string& key, int64_t value) override {
+    released.get_future().wait_for(std::chrono::minutes(1));
+    return HashStore::add(key, value);
+  }
+  std::promise<void> released;
+};
+
+// Hazard: the construction of a wrapper waits for a slow store, once for each of its groups.
+TEST(StoreDoesNotAnswer, FirstCallOfAGroup_DoesNotWaitForIt) {
+  const auto store = c10::make_intrusive<SilentStore>();
+  const auto began = std::chrono::steady_clock::now();
+  for (const auto& group : make_stored_groups(8, "silent", store)) begin_call(*group, "first");
+  // An eighth of the groups' timeout is the shortest time for which a rank waits for a store.
+  EXPECT_LT(std::chrono::steady_clock::now() - began, 4 * timing::kLeastPatience);
+  store->released.set_value();
 }
 
 // One request each time; see Board::look().
