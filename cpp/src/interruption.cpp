@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "interruption.h"
 
-#include <apex/interruption.h>
+#include <apex/error.h>
 
 #include <mutex>
 #include <utility>

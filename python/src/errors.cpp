@@ -8,7 +8,6 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 namespace nb = nanobind;
 

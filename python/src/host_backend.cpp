@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <apex/distributed/host_backend.h>
+#include <apex/distributed.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

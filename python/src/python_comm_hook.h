@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include <apex/parallel/comm_hook.h>
+#include <apex/parallel/reducer.h>
 #include <nanobind/nanobind.h>
 
 namespace apex::python {

@@ -11,11 +11,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <apex/distributed/collectives.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 #include <apex/parallel/detail/model_sync.h>
+#include <apex/parallel/detail/sharding.h>
 #include <apex/parallel/reducer.h>
-#include <apex/parallel/sharded_optimizer.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "python_comm_hook.h"

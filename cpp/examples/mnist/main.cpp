@@ -99,7 +99,7 @@ torch::Device start_job() {
   const bool gpu = torch::cuda::is_available();
   // DISTRIBUTED: a launcher sets rank and world size in the environment; without one, train alone.
   dist::ProcessGroupOptions options;
-  if (!dist::read_launch_ranks()) {
+  if (!dist::is_launched()) {
     // A file in memory, gone with the process however it ends.
     const int file = ::memfd_create("apex_mnist", 0);
     options.init_method("file:///proc/self/fd/" + std::to_string(file));
@@ -107,9 +107,7 @@ torch::Device start_job() {
     options.world_size(1);
   }
   dist::init_process_group(gpu ? "nccl" : "gloo", options);
-  if (!gpu) return torch::kCPU;
-  const int count = static_cast<int>(torch::cuda::device_count());
-  return torch::Device(torch::kCUDA, dist::choose_gpu(dist::local_rank(), count));
+  return gpu ? torch::kCUDA : torch::kCPU;  // this process's GPU
 }
 
 /// DISTRIBUTED: this rank's part of the rows of `x`; the parts of all ranks are `x`.

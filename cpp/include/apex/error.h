@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <functional>
 #include <stdexcept>
 #include <string>
 
 #include <apex/export.h>
 
 /// Exceptions of this library. A message says what happened, the rank and the parameter where
-/// known, the likely cause, and the remedy. Python receives them as the built-in exception named
-/// with each class.
+/// known, the likely cause, and the remedy. Python receives the built-in exception named here.
 
 namespace apex {
 
@@ -51,5 +51,18 @@ class APEX_API NonFiniteGradient : public Error {
   explicit NonFiniteGradient(const std::string& message);
   ~NonFiniteGradient() override;
 };
+
+/// This process ended a wait for other ranks. The process group cannot be used afterwards.
+class APEX_API Interrupted : public Error {
+ public:
+  explicit Interrupted(const std::string& message);
+  ~Interrupted() override;
+};
+
+/// Sets a function that can end a wait for other ranks over Gloo. From a quarter of a second on,
+/// the waiting thread calls it about twenty times a second. If it returns true, the wait throws
+/// Interrupted; if it throws, the wait throws that exception. An empty function removes it. In
+/// Python it runs signal handlers, so that Ctrl-C ends a wait. Thread safe; does not block.
+APEX_API void set_interruption_check(std::function<bool()> interrupted);
 
 }  // namespace apex

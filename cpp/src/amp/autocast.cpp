@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/amp/autocast.h>
+#include <apex/amp.h>
 
 #include <string>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/amp/loss_scaler.h>
+#include <apex/amp.h>
 
 #include <algorithm>
 #include <cmath>

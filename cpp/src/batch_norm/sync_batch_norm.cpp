@@ -10,7 +10,7 @@
 
 #include <mutex>
 
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 
 #include "batch_norm/sync_batch_norm_ops.h"

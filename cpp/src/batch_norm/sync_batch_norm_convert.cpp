@@ -16,6 +16,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "batch_norm/sync_batch_norm_ops.h"
+
 namespace apex::parallel {
 namespace {
 

@@ -10,10 +10,19 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <tuple>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <apex/export.h>
 
 #include "batch_norm/exchange.h"
 #include "kernels/batch_norm_index.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace apex::parallel::detail {
 
@@ -120,3 +129,43 @@ struct Sizes {
 };
 
 }  // namespace apex::parallel::detail
+
+namespace apex::parallel {
+
+/// Arguments of sync_batch_norm besides the input. Undefined tensors are absent.
+struct SyncBatchNormArguments {
+  at::Tensor z;                    // added before the ReLU; shape and dtype of the input
+  at::Tensor weight;               // [C], 1 if absent
+  at::Tensor bias;                 // [C], 0 if absent
+  at::Tensor running_mean;         // [C], updated in place in training
+  at::Tensor running_var;          // [C], updated in place with the unbiased variance
+  at::Tensor num_batches_tracked;  // one number of any type that counts training batches
+  // Weight of this batch. nullopt: average over all batches that num_batches_tracked counts;
+  // without num_batches_tracked, as in torch, the running statistics do not change.
+  std::optional<double> momentum = 0.1;
+  double eps = 1e-5;
+  bool channel_last = false;
+  bool fuse_relu = false;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // null: this rank alone
+  std::string layer_name;  // for errors, and to detect ranks that are in different layers
+};
+
+/// Normalizes by the statistics of this batch over all ranks and updates the running ones. Without
+/// `training` it normalizes by the running statistics, or without them by those of its own batch,
+/// and does not communicate. Throws apex::InvalidArgument if there is only one value per channel in
+/// total (on CUDA with a process group the host cannot know this, and the running statistics do not
+/// change instead), for fewer than two dimensions, for per-channel tensors or a z that do not fit,
+/// for other dtypes, and for an undefined input. Throws apex::Error if a transform of torch.func or
+/// a forward-mode derivative is used with several ranks or in training on CUDA.
+APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
+                                    const SyncBatchNormArguments& arguments, bool training = true);
+
+/// The name by which operators (torch.ops.apex.*) find `group`. This is the group's own name, which
+/// is registered here if c10d does not know it, or another name if c10d has another group of that
+/// name. Empty for null.
+APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+/// Sets the layer_name of every SyncBatchNorm in `model`.
+void name_layers(torch::nn::Module& model);
+
+}  // namespace apex::parallel

@@ -19,9 +19,8 @@
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
-#include <apex/amp/loss_scaler.h>
-#include <apex/distributed/collectives.h>
-#include <apex/distributed/process_group.h>
+#include <apex/amp.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 #include <apex/parallel/detail/model_sync.h>
 

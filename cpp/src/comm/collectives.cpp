@@ -15,7 +15,6 @@
 #include <c10/util/accumulate.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "comm/separate_group.h"
 #include "distributed/backends.h"

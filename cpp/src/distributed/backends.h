@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 
 /// Backends of process groups. Each is created in its own translation unit: gloo.cpp, and nccl.cpp
 /// or, in builds without NCCL, no_nccl.cpp.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/distributed/collectives.h>
+#include <apex/distributed.h>
 
 #include <string>
 #include <vector>
@@ -7,7 +7,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
-#include <apex/distributed/process_group.h>
 #include <apex/error.h>
 
 #include "comm/collectives.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/distributed/launch_environment.h>
+#include <apex/distributed/detail/launch_environment.h>
 
 #include <cctype>
 #include <cstdlib>

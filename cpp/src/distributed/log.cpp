@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/distributed/log.h>
-
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 
 #include "standard_error.h"
 

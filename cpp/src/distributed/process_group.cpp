@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 
 #include <torch/version.h>
 
@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <apex/distributed/launch_environment.h>
+#include <apex/distributed/detail/launch_environment.h>
 #include <apex/error.h>
 
 #include "comm/collectives.h"
@@ -314,11 +314,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   return group;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> new_group(std::optional<std::chrono::milliseconds> timeout) {
+c10::intrusive_ptr<c10d::ProcessGroup> new_group() {
   std::vector<int> ranks(static_cast<size_t>(get_default_group()->getSize()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return new_group(ranks, "", timeout);
+  return new_group(ranks);
 }
+
+bool is_launched() { return read_launch_ranks().has_value(); }
 
 bool is_initialized() {
   const std::lock_guard<std::mutex> lock(world_mutex());

@@ -6,7 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <apex/distributed/launch_environment.h>
+#include <apex/distributed/detail/launch_environment.h>
 
 /// Connects the ranks of a job through a shared store.
 

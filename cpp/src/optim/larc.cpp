@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <apex/parallel/larc.h>
+#include <apex/optim.h>
 
 #include <cmath>
 #include <map>

@@ -9,7 +9,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "comm/scale_in_place.h"
 #include "fingerprint.h"

@@ -92,6 +92,17 @@ void check_indices(const std::vector<int64_t>& indices, size_t count, bool uniqu
 
 }  // namespace
 
+BucketLimits BucketLimits::in_mib(double mib) {
+  if (!(mib > 0)) {
+    throw InvalidArgument("bucket_cap_mb is " + std::to_string(mib) + "; it must be positive");
+  }
+  const double bytes = mib * static_cast<double>(kMebi);
+  const int64_t cap = bytes < static_cast<double>(kUnlimited)
+                          ? std::max<int64_t>(1, static_cast<int64_t>(bytes))
+                          : kUnlimited;
+  return {cap, std::min(cap, kMebi), Unit::kBytes};
+}
+
 BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
                           const std::vector<int64_t>& ready_order, const BucketLimits& limits,
                           const std::vector<int64_t>& closing) {

@@ -6,7 +6,6 @@
 #include <ATen/core/ivalue.h>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "comm/collectives.h"
 #include "error_text.h"

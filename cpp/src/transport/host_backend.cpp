@@ -10,7 +10,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <apex/distributed/host_backend.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 
 #include "endings.h"

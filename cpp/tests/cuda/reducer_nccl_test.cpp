@@ -9,7 +9,7 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 #include <apex/parallel/reducer.h>
 #include <cuda/cuda_support.h>
 

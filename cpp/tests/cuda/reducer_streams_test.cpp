@@ -14,7 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <unistd.h>
 
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 #include <apex/parallel/reducer.h>
 #include <cuda/cuda_support.h>
 

@@ -22,9 +22,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <apex/amp/loss_scaler.h>
-#include <apex/distributed/collectives.h>
-#include <apex/distributed/process_group.h>
+#include <apex/amp.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 #include <apex/parallel/checkpoint.h>
 #include <apex/parallel/comm_hook.h>

@@ -6,10 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <apex/distributed/collectives.h>
-#include <apex/distributed/host_backend.h>
-#include <apex/distributed/log.h>
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 #include <support/processes.h>
 

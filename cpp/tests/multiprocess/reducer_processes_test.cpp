@@ -16,8 +16,7 @@
 
 #include <ATen/ATen.h>
 
-#include <apex/distributed/collectives.h>
-#include <apex/distributed/process_group.h>
+#include <apex/distributed.h>
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
 #include <apex/parallel/detail/model_sync.h>

@@ -7,7 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 
-#include <apex/amp/autocast.h>
+#include <apex/amp.h>
 #include <apex/error.h>
 
 namespace apex::amp {

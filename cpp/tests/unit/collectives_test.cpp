@@ -25,7 +25,6 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <apex/error.h>
-#include <apex/interruption.h>
 
 #include "distributed/backends.h"
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <limits>
 #include <map>
@@ -436,7 +437,7 @@ TEST(DistributedDataParallelCpp, Options_Chained_ReachTheEngineOrAreRefused) {
     // One parameter per bucket, since the first parameter that reaches the size closes its bucket.
     DistributedDataParallel model(
         Net(), DistributedDataParallelOptions(group).limits({1}).static_graph(true));
-    EXPECT_TRUE(model.static_graph());
+    EXPECT_TRUE(model.options().static_graph());
     model.forward(torch::randn({3, 4})).sum().backward();
     EXPECT_EQ(model.reducer().plan()->buckets.size(), model.parameters().size());
   });
@@ -472,12 +473,10 @@ TEST(DistributedDataParallelCpp, WhatModulesOffer_ThroughTheWrapper_IsTheModules
   run_ranks(2, [](int rank, const Group& group) {
     Net net;
     DistributedDataParallel model(net, group);
-    EXPECT_EQ(model.named_parameters().keys(), net->named_parameters().keys());
-    EXPECT_EQ(model.named_buffers().keys(), net->named_buffers().keys());
-    EXPECT_EQ(model.buffers().size(), 3u);
+    EXPECT_EQ(model.parameters().size(), net->parameters().size());
+    EXPECT_EQ(model->named_buffers().keys(), net->named_buffers().keys());
     EXPECT_TRUE(model.parameters(/*recurse=*/false).empty());
     model.eval();
-    EXPECT_FALSE(model.is_training());
     EXPECT_FALSE(net->is_training());
     model.train();
     EXPECT_TRUE(net->bn->is_training());
@@ -492,10 +491,6 @@ TEST(DistributedDataParallelCpp, WhatModulesOffer_ThroughTheWrapper_IsTheModules
     EXPECT_TRUE(first[0].equal(model->fc1->weight.grad()));
     model.zero_grad();
     EXPECT_FALSE(model->fc1->weight.grad().defined());
-    std::ostringstream text;
-    text << model;
-    EXPECT_NE(text.str().find("rank " + std::to_string(rank) + " of 2"), std::string::npos);
-    EXPECT_NE(text.str().find("(fc1): torch::nn::Linear"), std::string::npos) << text.str();
   });
 }
 
@@ -525,20 +520,15 @@ TEST(DistributedDataParallelCpp, MovedFrom_AnyUse_ThrowsOurError) {
                                                      [&] { model(torch::ones({1, 4})); },
                                                      [&] { static_cast<void>(model->weight); },
                                                      [&] { model.parameters(); },
-                                                     [&] { model.named_parameters(); },
-                                                     [&] { model.buffers(); },
-                                                     [&] { model.named_buffers(); },
                                                      [&] { model.zero_grad(); },
                                                      [&] { model.train(); },
                                                      [&] { model.eval(); },
-                                                     [&] { model.is_training(); },
                                                      [&] { model.to(at::kDouble); },
                                                      [&] { model.register_comm_hook(nullptr); },
                                                      [&] { static_cast<void>(model.no_sync()); },
                                                      [&] { static_cast<void>(model.weight(1)); },
                                                      [&] { static_cast<void>(model.join()); },
                                                      [&] { model.reducer(); },
-                                                     [&] { std::ostringstream() << model; },
                                                      [&] {
                                                        std::stringstream stream;
                                                        torch::save(model, stream);

@@ -10,7 +10,7 @@
 #include <torch/types.h>
 
 #include <apex/error.h>
-#include <apex/parallel/larc.h>
+#include <apex/optim.h>
 
 namespace apex::parallel {
 namespace {

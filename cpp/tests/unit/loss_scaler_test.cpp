@@ -5,7 +5,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
-#include <apex/amp/loss_scaler.h>
+#include <apex/amp.h>
 #include <apex/error.h>
 #include <support/thread_backend.h>
 

@@ -17,10 +17,10 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <apex/amp/loss_scaler.h>
+#include <apex/amp.h>
 #include <apex/error.h>
+#include <apex/optim.h>
 #include <apex/parallel/distributed_data_parallel.h>
-#include <apex/parallel/larc.h>
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 

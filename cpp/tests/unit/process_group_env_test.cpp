@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
-#include <apex/distributed/launch_environment.h>
+#include <apex/distributed/detail/launch_environment.h>
 #include <apex/error.h>
 
 #include <map>

@@ -18,7 +18,7 @@
 #include <torch/utils.h>
 
 #include <apex/error.h>
-#include <apex/parallel/sharded_optimizer.h>
+#include <apex/optim.h>
 #include <support/thread_backend.h>
 
 namespace apex::parallel {

@@ -13,11 +13,12 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <apex/error.h>
-#include <apex/parallel/sync_batch_norm.h>
 #include <support/cuda_emulator/cuda_emulator.h>
 #include <support/fake_capture.h>
 #include <support/fake_device.h>
 #include <support/fake_group.h>
+
+#include "batch_norm/sync_batch_norm_ops.h"
 
 // The CUDA operators of batch norm, with emulated kernels, on the fake device. Results equal the
 // CPU's, streams are ordered, the host never waits, and launches are counted.

@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "batch_norm/sync_batch_norm_ops.h"
 #include "torch_version.h"
 
 namespace apex::parallel {

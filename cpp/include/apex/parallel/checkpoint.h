@@ -39,30 +39,25 @@ namespace apex::parallel {
 ///     }
 ///
 /// save(), load() and resume() are collective: every rank calls them with the same parts. They
-/// block the host. Only rank 0 reads and writes the file, so no shared file system is needed. An
-/// error on one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
+/// block the host. Only rank 0 reads and writes the file, an archive of torch::save(). An error on
+/// one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
 ///
 /// The random state is that of the default generators of the CPU and of the model's device. It is
 /// restored if the number of ranks is the same. Not in the file: other generators, and positions in
 /// the data (save at the end of an epoch, and give samplers the epoch).
-///
-/// The file is an archive of torch::save(). Its keys are "model", "optimizer0", "scheduler0",
-/// "scaler", "step" and "generators".
 class APEX_API Checkpoint {
  public:
-  /// The model, on one device: a module, a module holder, a pointer to a module, or
-  /// DistributedDataParallel around one.
+  /// The model, on one device: a module, a holder, a pointer, or a DistributedDataParallel.
   /// @throws InvalidArgument for a holder or a pointer that is null.
   explicit Checkpoint(torch::nn::Module& model) : model_(model) {}
   template <typename Model, typename = decltype(static_cast<torch::nn::Module&>(
                                 *std::declval<Model&>().operator->()))>
   explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
-  /// Adds a part. Several optimizers or schedulers are identified by their order.
+  /// Adds a part. Several optimizers or schedulers are identified by their order. Of a scheduler
+  /// the number of steps is saved, which is all that StepLR has; a class with more state must save
+  /// that itself.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
-  /// Its number of steps. Learning rates are in the options of the optimizer, so this is all that
-  /// StepLR has. A class with more state must save that itself; torch's ReduceLROnPlateauScheduler
-  /// gives no access to its state.
   Checkpoint& scheduler(torch::optim::LRScheduler& scheduler);
   Checkpoint& scaler(amp::LossScaler& scaler);
   /// Default, also for null: the default group, or this process alone without a default group.
@@ -73,12 +68,10 @@ class APEX_API Checkpoint {
   /// @throws apex::Error on every rank, naming the file and the cause; CommunicationError.
   void save(const std::string& path, int64_t step);
 
-  /// Reads all parts from rank 0's file into the ranks' objects and returns the step. Ignores other
-  /// contents of the file.
+  /// Reads all parts from rank 0's file into the ranks' objects and returns the step.
   /// @throws apex::Error on every rank, naming the file, with nothing changed: if it cannot be
   ///         read, is truncated or not a checkpoint, or lacks a part, or if a parameter has another
-  ///         shape or dtype. For any other mismatch of a part it also throws apex::Error, and the
-  ///         parts must not be used afterwards. CommunicationError.
+  ///         shape or dtype. After another mismatch the parts must not be used. CommunicationError.
   int64_t load(const std::string& path);
 
   /// Like load(), but returns 0 with nothing changed if the file does not exist on rank 0.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,12 +23,6 @@ struct GradientBucket {
   at::Tensor buffer;     ///< [numel], one dtype on one device: the gradients in sequence
   std::vector<at::Tensor> gradients;   ///< views of `buffer`, shaped like the parameters
   std::vector<at::Tensor> parameters;  ///< the parameters, in the order of `gradients`
-};
-
-/// A hook throws it if it was interrupted, for example by Ctrl-C. backward() then notifies the
-/// other ranks and throws `error`.
-struct HookInterrupted {
-  std::exception_ptr error;
 };
 
 /// Replaces the all-reduce of a bucket. The hook also does the averaging: the result of its future

@@ -26,9 +26,9 @@ APEX_API std::string stall_report();
 APEX_API void add_state_reader(std::function<std::string()> read);
 
 /// Calls `callback` with each text about other ranks that the library writes to stderr: stall
-/// verdicts, the line about a process that has ended, and differences between replicas. The
-/// callback runs on a thread that the library also uses for other work, so it must not block or
-/// wait for other ranks. Replaces the previous callback; an empty one removes it. Thread safe.
+/// verdicts, ended processes, differences between replicas. It runs on a thread that the library
+/// also uses for other work, so it must not block or wait for other ranks. Replaces the previous
+/// callback; an empty one removes it. Thread safe.
 APEX_API void on_notice(std::function<void(const std::string& text)> callback);
 
 }  // namespace apex::parallel

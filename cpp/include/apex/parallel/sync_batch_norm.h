@@ -23,13 +23,12 @@
 /// per-channel tensors may have any of these dtypes and any strides, and their values are computed
 /// in float64. Evaluation, and training of one rank on the CPU, are at::batch_norm.
 ///
-/// Blocking: on CPU the host, until the other ranks have joined; on CUDA only the current stream,
-/// or in a build without CUDA kernels also the host.
-/// Every function with a process group is collective: each of its ranks calls it, in the same
-/// order. Thread safety: like any torch operator; two calls must not share running statistics.
-/// Supports derivatives of any order, except where at::batch_norm is used in training, whose third
-/// derivative is wrong in torch 2.13. There, and in evaluation, forward-mode derivatives and
-/// torch.func's transforms are supported.
+/// Forward and backward are collective over the process group. They block on CPU the host, until
+/// the other ranks have joined; on CUDA only the current stream, or in a build without CUDA kernels
+/// also the host. Thread safety: like any torch operator; two calls must not share running
+/// statistics. Supports derivatives of any order, except where at::batch_norm is used in training,
+/// whose third derivative is wrong in torch 2.13. There, and in evaluation, forward-mode
+/// derivatives and torch.func's transforms are supported.
 ///
 /// Algorithm: S. Ioffe and C. Szegedy, "Batch Normalization" (2015), with mean and variance merged
 /// over ranks after Chan, Golub and LeVeque (The American Statistician 37(3), 1983). One collective
@@ -37,39 +36,6 @@
 /// float64; backward all-reduces two sums. Over sockets both are an all-to-all of Gloo.
 
 namespace apex::parallel {
-
-/// Arguments of sync_batch_norm besides the input. Undefined tensors are absent.
-struct SyncBatchNormArguments {
-  at::Tensor z;                    // added before the ReLU; shape and dtype of the input
-  at::Tensor weight;               // [C], 1 if absent
-  at::Tensor bias;                 // [C], 0 if absent
-  at::Tensor running_mean;         // [C], updated in place in training
-  at::Tensor running_var;          // [C], updated in place with the unbiased variance
-  at::Tensor num_batches_tracked;  // one number of any type that counts training batches
-  // Weight of this batch. nullopt: average over all batches that num_batches_tracked counts;
-  // without num_batches_tracked, as in torch, the running statistics do not change.
-  std::optional<double> momentum = 0.1;
-  double eps = 1e-5;
-  bool channel_last = false;
-  bool fuse_relu = false;
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // null: this rank alone
-  std::string layer_name;  // for errors, and to detect ranks that are in different layers
-};
-
-/// Normalizes by the statistics of this batch over all ranks and updates the running ones. Without
-/// `training` it normalizes by the running statistics, or without them by those of its own batch,
-/// and does not communicate. Throws apex::InvalidArgument if there is only one value per channel in
-/// total (on CUDA with a process group the host cannot know this, and the running statistics do not
-/// change instead), for fewer than two dimensions, for per-channel tensors or a z that do not fit,
-/// for other dtypes, and for an undefined input. Throws apex::Error if a transform of torch.func or
-/// a forward-mode derivative is used with several ranks or in training on CUDA.
-APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
-                                    const SyncBatchNormArguments& arguments, bool training = true);
-
-/// The name by which operators (torch.ops.apex.*) find `group`. This is the group's own name, which
-/// is registered here if c10d does not know it, or another name if c10d has another group of that
-/// name. Empty for null.
-APEX_API std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 /// Options of SyncBatchNorm, set as those of torch::nn::BatchNorm2d:
 ///
@@ -80,11 +46,9 @@ struct SyncBatchNormOptions {
 
   /// Number of channels C; positive.
   TORCH_ARG(int64_t, num_features);
-  /// Added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
-  /// Weight of a batch in the running statistics; nullopt: average over all batches.
+  /// Of the running statistics; nullopt: average over all batches.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  /// Whether the module has a weight and a bias.
   TORCH_ARG(bool, affine) = true;
   TORCH_ARG(bool, track_running_stats) = true;
   /// Input [N, *, C].
@@ -129,7 +93,6 @@ class APEX_API SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl
   at::Tensor running_mean;
   at::Tensor running_var;
   at::Tensor num_batches_tracked;
-
   /// Its name in the model, for errors; set by conversion and by DistributedDataParallel.
   std::string layer_name;
 
@@ -145,20 +108,15 @@ TORCH_MODULE(SyncBatchNorm);
 
 /// Replaces, in place, every torch::nn::BatchNorm1d/2d/3d in `model` by a SyncBatchNorm over
 /// `process_group` (null: all ranks, see SyncBatchNormOptions). The replacement has the same
-/// tensors, name, training flag and requires_grad. A BatchNorm that occurs twice is replaced by one
-/// module. Not collective.
+/// tensors, name, training flag and requires_grad. Not collective.
 ///
-/// Only elements of torch::nn::Sequential, ModuleList and ModuleDict can be replaced, at any depth.
-/// libtorch calls modules by their static types, so a BatchNorm that is a typed member of a module
-/// cannot be replaced from outside: apex::InvalidArgument names it, and nothing is changed. Declare
-/// such a member as apex::parallel::SyncBatchNorm, or as a Sequential that contains the BatchNorm.
-/// After conversion, access elements of ModuleList and ModuleDict as SyncBatchNormImpl. A class
-/// derived from BatchNorm is refused in the same way, because conversion would lose its additions.
+/// Only elements of torch::nn::Sequential, ModuleList and ModuleDict can be replaced, at any depth;
+/// access those of the latter two as SyncBatchNormImpl afterwards. libtorch calls modules by their
+/// static types, so for a BatchNorm that is a typed member of a module, and for a class derived
+/// from BatchNorm, apex::InvalidArgument names it, and nothing is changed. Declare such a member as
+/// apex::parallel::SyncBatchNorm, or as a Sequential that contains the BatchNorm.
 APEX_API void convert_sync_batch_norm(
     torch::nn::Module& model, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group = {},
     bool channel_last = false);
-
-/// Sets the layer_name of every SyncBatchNorm in `model`.
-APEX_API void name_layers(torch::nn::Module& model);
 
 }  // namespace apex::parallel

@@ -26,9 +26,8 @@ struct BucketLimits {
   enum class Unit { kElements, kBytes };
 
   /// A bucket is closed as soon as it holds at least this much. A single parameter of this size is
-  /// a bucket of its own. 0 chooses by device: 8 MiB on
-  /// the CPU; elsewhere NVIDIA Apex's 10,000,000 elements, with a first bucket of 1 MiB if there is
-  /// more than one bucket.
+  /// a bucket of its own. 0 chooses by device: 8 MiB on the CPU; elsewhere NVIDIA Apex's 10,000,000
+  /// elements, with a first bucket of 1 MiB if there is more than one bucket.
   int64_t cap = 0;
 
   /// The limit for the first bucket of each (dtype, device); 0 means `cap`. A small first bucket
@@ -37,12 +36,10 @@ struct BucketLimits {
 
   Unit unit = Unit::kElements;
 
-  /// Buckets of `bytes`, the first of each (dtype, device) at most 1 MiB, as in torch. Defines
-  /// `bucket_cap_mb` for every language, so that all ranks of a job agree.
-  static BucketLimits in_bytes(int64_t bytes) {
-    constexpr int64_t kMostOfFirst = int64_t{1} << 20;
-    return {bytes, bytes < kMostOfFirst ? bytes : kMostOfFirst, Unit::kBytes};
-  }
+  /// The limits of `bucket_cap_mb`: the first bucket of each (dtype, device) has at most 1 MiB, as
+  /// in torch. Infinity: a single bucket after the first.
+  /// @throws InvalidArgument if it is not positive.
+  APEX_API static BucketLimits in_mib(double mib);
 };
 
 /// A partition of parameters into buckets.

@@ -24,6 +24,14 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
+/// From a torch::OrderedDict, such as named_parameters() of a module.
+template <typename Dict>
+std::vector<NamedTensor> named_tensors(const Dict& dict) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : dict) result.push_back({item.key(), item.value()});
+  return result;
+}
+
 /// Checks that every rank holds the same tensors: first their number, then the name, shape,
 /// strides, dtype, layout and requires_grad of each. `settings` ("key=value") are compared before
 /// the tensors, and must be in the same order on every rank. A setting that only some ranks have is

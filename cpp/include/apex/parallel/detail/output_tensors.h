@@ -1,93 +1,61 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <array>
-#include <map>
+#include <iterator>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 /// Finds the tensors in the result of a module's forward: a tensor, or nested tuples, pairs,
-/// arrays, vectors, optionals and maps of tensors. To support your own type, define `void
+/// optionals and containers of tensors. To support your own type, define `void
 /// collect_tensors(const YourType&, std::vector<at::Tensor>&)` in its namespace.
 
 namespace apex::parallel {
 
 namespace detail {
 
+template <typename T, typename = void>
+struct IsCollected : std::false_type {};
 template <typename T>
-void collect(const T& value, std::vector<at::Tensor>& tensors);
+struct IsCollected<T, std::void_t<decltype(collect_tensors(
+                          std::declval<const T&>(), std::declval<std::vector<at::Tensor>&>()))>>
+    : std::true_type {};
 
-/// Fallback: a type without tensors.
+template <typename T, typename = void>
+struct IsTuple : std::false_type {};
 template <typename T>
-auto collect_own(const T&, std::vector<at::Tensor>&, long) -> void {}
-
-template <typename T>
-auto collect_own(const T& value, std::vector<at::Tensor>& tensors, int)
-    -> decltype(collect_tensors(value, tensors), void()) {
-  collect_tensors(value, tensors);
-}
-
-template <typename T>
-struct Collector {
-  static void run(const T& value, std::vector<at::Tensor>& tensors) {
-    collect_own(value, tensors, 0);
-  }
-};
-
-template <>
-struct Collector<at::Tensor> {
-  static void run(const at::Tensor& value, std::vector<at::Tensor>& tensors) {
-    tensors.push_back(value);
-  }
-};
-
-template <typename... Ts>
-struct Collector<std::tuple<Ts...>> {
-  static void run(const std::tuple<Ts...>& value, std::vector<at::Tensor>& tensors) {
-    std::apply([&](const auto&... item) { (collect(item, tensors), ...); }, value);
-  }
-};
-
-template <typename A, typename B>
-struct Collector<std::pair<A, B>> {
-  static void run(const std::pair<A, B>& value, std::vector<at::Tensor>& tensors) {
-    collect(value.first, tensors);
-    collect(value.second, tensors);
-  }
-};
+struct IsTuple<T, std::void_t<decltype(std::tuple_size<T>::value)>> : std::true_type {};
 
 template <typename T>
-struct Collector<std::optional<T>> {
-  static void run(const std::optional<T>& value, std::vector<at::Tensor>& tensors) {
-    if (value) collect(*value, tensors);
-  }
-};
+struct IsOptional : std::false_type {};
+template <typename T>
+struct IsOptional<std::optional<T>> : std::true_type {};
 
-template <typename Range>
-struct RangeCollector {
-  static void run(const Range& range, std::vector<at::Tensor>& tensors) {
-    for (const auto& item : range) collect(item, tensors);
-  }
-};
+/// A container whose elements have another type, which excludes paths.
+template <typename T, typename = void>
+struct IsRange : std::false_type {};
+template <typename T>
+struct IsRange<T, std::void_t<decltype(*std::begin(std::declval<const T&>()))>>
+    : std::negation<
+          std::is_same<std::decay_t<decltype(*std::begin(std::declval<const T&>()))>, T>> {};
 
-template <typename T, typename A>
-struct Collector<std::vector<T, A>> : RangeCollector<std::vector<T, A>> {};
-template <typename T, size_t N>
-struct Collector<std::array<T, N>> : RangeCollector<std::array<T, N>> {};
-template <typename K, typename T, typename C, typename A>
-struct Collector<std::map<K, T, C, A>> : RangeCollector<std::map<K, T, C, A>> {};
-template <typename K, typename T, typename H, typename E, typename A>
-struct Collector<std::unordered_map<K, T, H, E, A>>
-    : RangeCollector<std::unordered_map<K, T, H, E, A>> {};
-
+/// Ignores a type without tensors.
 template <typename T>
 void collect(const T& value, std::vector<at::Tensor>& tensors) {
-  Collector<T>::run(value, tensors);
+  if constexpr (std::is_base_of_v<at::Tensor, T>) {
+    tensors.push_back(value);
+  } else if constexpr (IsCollected<T>::value) {
+    collect_tensors(value, tensors);
+  } else if constexpr (IsTuple<T>::value) {
+    std::apply([&](const auto&... item) { (collect(item, tensors), ...); }, value);
+  } else if constexpr (IsOptional<T>::value) {
+    if (value) collect(*value, tensors);
+  } else if constexpr (IsRange<T>::value) {
+    for (const auto& item : value) collect(item, tensors);
+  }
 }
 
 }  // namespace detail

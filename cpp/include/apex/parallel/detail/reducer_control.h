@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +20,35 @@
 
 namespace apex::parallel {
 
+/// A communication hook throws it if it was interrupted, for example by Ctrl-C. backward() then
+/// notifies the other ranks and throws `error`.
+struct HookInterrupted {
+  std::exception_ptr error;
+};
+
 class Reducer;
 struct ReducerOptions;
 
 namespace detail {
 
+class Reduction;
 class ReducerCore;
+struct ReductionSite;
+
+/// The options of a reducer that are set by wrappers, bindings and tests.
+struct ReducerInternals {
+  /// Whether all ranks begin with the same parameters, and are therefore compared. Default: the
+  /// value of `init_sync`.
+  std::optional<bool> begins_alike;
+  /// The program reports every step of an optimizer by optimizer_stepped(). Then check_steps
+  /// compares the numbers of steps instead of the distances by which parameters have moved.
+  bool steps_reported = false;
+  /// Further settings, as "name=value", that the ranks compare at construction besides the options.
+  std::vector<std::string> settings;
+  /// Overrides the built-in choice of how a bucket is reduced; the same on every rank. See
+  /// src/reducer/reduction.h.
+  std::function<std::unique_ptr<Reduction>(const ReductionSite&)> reduction_factory;
+};
 
 /// The base of Reducer. Functions that are not marked otherwise must not be called in backward. No
 /// function blocks, except those of join().
@@ -71,13 +97,12 @@ class APEX_API ReducerControl {
   /// after loading a checkpoint on some or all ranks. Thread safe, at any time.
   void check_replicas_next();
 
-  /// For an optimizer that is about to step these parameters.
-  /// @throws Error if one of them is in a synchronized backward of several ranks. The step would
+  /// For an optimizer that is about to step these parameters. Thread safe.
+  /// @throws Error if one of them is in a synchronized backward of several ranks: the step would
   /// use
-  ///         this rank's gradient instead of the average. Thread safe.
+  ///         this rank's gradient instead of the average.
   static void optimizer_steps(const std::vector<at::Tensor>& parameters);
-  /// Reports to the reducers that own these parameters that an optimizer has stepped. With
-  /// ReducerOptions::steps_reported, check_steps then compares the numbers of steps. Thread safe.
+  /// Reports to the reducers that own these parameters that an optimizer has stepped. Thread safe.
   static void optimizer_stepped(const std::vector<at::Tensor>& parameters);
 
   /// Discards the plan; the next backward records a new one. Every rank must make the same call, as

@@ -23,7 +23,47 @@ class InputArchive;
 class OutputArchive;
 }  // namespace torch::serialize
 
+/// Mixed-precision training: a guard for torch's autocast, and a loss scaler.
+
 namespace apex::amp {
+
+/// RAII guard for autocast on one device type. While it lives, torch's autocast runs matrix
+/// products and convolutions in `dtype`, losses and other operators that need more range in float32
+/// (on CUDA softmax, for example), and all others in the dtype of their inputs.
+///
+///     torch::Tensor loss;
+///     {
+///       apex::amp::AutocastGuard autocast(torch::kCUDA, torch::kHalf);
+///       loss = loss_of(model.forward(x), y);
+///     }
+///     scaler.scale(loss).backward();
+///
+/// Run backward outside of the guard; it uses the dtypes that forward chose. Guards nest, also for
+/// different devices or dtypes, and are destroyed in reverse order, on the thread that created
+/// them: autocast is a thread-local setting. Casts of parameters are cached until the outermost
+/// guard ends; a guard that changes the dtype clears the cache. Does not block.
+class APEX_API AutocastGuard {
+ public:
+  /// @param dtype    at::kHalf or at::kBFloat16; nullopt: the thread's setting, by default
+  /// at::kHalf
+  ///                 for CUDA and at::kBFloat16 for CPU
+  /// @param enabled  false: turns autocast off, for a part of a model that needs full precision
+  /// @param cache_enabled  false: does not cache casts, on any device type; CUDA graphs may need it
+  /// @throws InvalidArgument for a device type without autocast, or another dtype
+  explicit AutocastGuard(at::DeviceType device_type,
+                         std::optional<at::ScalarType> dtype = std::nullopt, bool enabled = true,
+                         bool cache_enabled = true);
+  ~AutocastGuard();
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  at::DeviceType device_type_;
+  bool enabled_before_;
+  at::ScalarType dtype_before_;
+  bool cache_enabled_before_;
+  bool changes_dtype_;
+};
 
 /// Options of LossScaler: the initial loss scale and how it changes.
 struct LossScalerOptions {
@@ -32,11 +72,10 @@ struct LossScalerOptions {
 
   /// Initial scale; positive and finite.
   TORCH_ARG(double, init_scale) = 65536.0;
-  /// The scale is multiplied by this after `growth_interval` clean updates in a row; above 1.
+  /// The scale is multiplied by growth_factor (above 1) after growth_interval (at least 1) clean
+  /// updates in a row, and by backoff_factor (between 0 and 1) after an overflow.
   TORCH_ARG(double, growth_factor) = 2.0;
-  /// The scale is multiplied by this after an overflow; between 0 and 1.
   TORCH_ARG(double, backoff_factor) = 0.5;
-  /// Number of clean updates in a row before the scale grows; at least 1.
   TORCH_ARG(int64_t, growth_interval) = 2000;
   /// Bounds for changes of the scale; none by default.
   TORCH_ARG(std::optional<double>, min_scale);
@@ -47,8 +86,6 @@ struct LossScalerOptions {
 
 /// A loss scaler: scales the loss so that low-precision gradients do not underflow, unscales the
 /// gradients, detects inf and NaN in them, and adapts the scale.
-///
-/// One training step:
 ///
 ///     scaler.scale(loss).backward();
 ///     scaler.step(optimizer);  // not if a gradient overflowed
@@ -62,13 +99,11 @@ struct LossScalerOptions {
 ///     scaler.synchronize(group);
 ///     scaler.step(optimizer);
 ///
-/// Algorithm: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2, with the
-/// usual dynamic rule (back off on overflow, grow after a clean interval).
+/// Algorithm: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
 ///
-/// The scale, the number of clean updates and the overflow flags are one-element tensors that keep
-/// their addresses once the scaler is on its device, so a step can be captured in a CUDA graph.
-/// Functions do not block the host unless documented; work is enqueued on the current streams. Not
-/// thread safe.
+/// The state is in one-element tensors that keep their addresses once the scaler is on its device,
+/// so a step can be captured in a CUDA graph. Functions do not block the host unless documented;
+/// work is enqueued on the current streams. Not thread safe.
 class APEX_API LossScaler {
  public:
   /// @throws InvalidArgument for options outside the ranges above, or min_scale above max_scale.
@@ -80,8 +115,7 @@ class APEX_API LossScaler {
   const LossScalerOptions& options() const { return options_; }
 
   /// Returns `loss`, of any shape and floating dtype, as float32 times the scale; differentiable.
-  /// The first call selects the device of the scaler's state; a loss on another device moves the
-  /// state there.
+  /// Moves the scaler's state to the device of the loss.
   /// @throws InvalidArgument for a loss that is undefined or on the meta device.
   at::Tensor scale(const at::Tensor& loss);
 
@@ -96,14 +130,13 @@ class APEX_API LossScaler {
   ///         floating, or a gradient on the meta device; nothing is changed then.
   void unscale_(const std::vector<at::Tensor>& grads);
 
-  /// The same for all gradients of an optimizer. Call it between backward and step() before reading
-  /// the gradients, e.g. to clip them.
+  /// The same for all gradients of an optimizer, between backward and step(), e.g. to clip them.
   /// @throws InvalidArgument on a second call for this optimizer since the last update().
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls unscale_(optimizer) unless that was done, then optimizer.step() unless overflowed().
   /// Returns whether it stepped. If dynamic, blocks the host until the gradients have been checked.
-  /// All optimizers share one flag, so unscale the gradients of all of them before the first step.
+  /// All optimizers share one flag: unscale the gradients of all of them before the first step.
   /// @throws InvalidArgument on a second call for this optimizer since the last update().
   bool step(torch::optim::Optimizer& optimizer);
   /// Calls `step` instead of optimizer.step(), for a wrapper:
@@ -122,21 +155,17 @@ class APEX_API LossScaler {
 
   /// Whether found_inf() is set. Blocks the host until the gradients have been checked.
   bool overflowed() const;
-
-  /// Clears found_inf().
   void clear_found_inf();
 
   /// Adapts the scale according to found_inf(), and clears it. If not dynamic, only clears it.
   void update();
 
-  /// The scale as a number. Blocks the host if the state is on another device.
+  /// The scale as a number, and the number of clean updates in a row since its last change. Block
+  /// the host if the state is on another device.
+  /// @throws InvalidArgument for a scale that is not positive and finite, or a negative count.
   double get_scale() const;
-  /// @throws InvalidArgument if `scale` is not positive and finite.
   void set_scale(double scale);
-
-  /// Clean updates in a row since the last change of the scale. Blocks like get_scale().
   int64_t growth_tracker() const;
-  /// @throws InvalidArgument if `count` is negative.
   void set_growth_tracker(int64_t count);
 
   /// The scale and the number of clean updates, for torch::save() and torch::load(). Options are

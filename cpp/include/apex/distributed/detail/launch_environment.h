@@ -17,8 +17,6 @@ namespace apex::distributed {
 
 /// Returns the value of an environment variable, or nullopt if it is unset or empty.
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string& name)>;
-
-/// Looks up a variable in this process's environment.
 APEX_API std::optional<std::string> process_environment(const std::string& name);
 
 /// The ranks that the launcher assigned.
@@ -26,12 +24,10 @@ struct LaunchRanks {
   /// "torchrun", "Open MPI", "MPI" (PMI, e.g. MPICH and Intel MPI) or "SLURM". Any launcher that
   /// sets RANK and WORLD_SIZE is called "torchrun".
   std::string launcher;
-  /// 0 <= rank < world_size.
   int rank = 0;
   int world_size = 1;
-  /// Position among the processes of this host, if the launcher sets it.
+  /// Among the processes of this host, if the launcher sets them.
   std::optional<int> local_rank;
-  /// Number of processes on this host, if the launcher sets it.
   std::optional<int> local_world_size;
 };
 
