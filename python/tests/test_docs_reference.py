@@ -79,7 +79,7 @@ def test_environment_variables_are_listed() -> None:
     assert [name for name in read if f"`{name}`" not in page] == []
 
 
-def test_errors_page_rows_are_parts_of_messages() -> None:
+def test_errors_rows_are_parts_of_messages() -> None:
     sources = [
         path.read_text()
         for folder in ("cpp/src", "cpp/include", "python/apex", "python/src")
@@ -88,7 +88,7 @@ def test_errors_page_rows_are_parts_of_messages() -> None:
     ]
     # Literals that follow each other are one.
     text = re.sub(r'"\s*\n\s*[rf]?"', "", "\n".join(sources)).replace("\\", "")
-    page = (DOCS / "errors.md").read_text()
+    page = (DOCS / "troubleshooting.md").read_text()
     tables = page.split("| part of the message |")[1:]
     rows = [
         row
