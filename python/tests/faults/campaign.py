@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Injects faults into one rank of small training programs, and checks the behavior of the others.
 
-    python python/tests/faults/campaign.py                    # everything: writes docs/faults.md
+    python python/tests/faults/campaign.py                    # everything
     python python/tests/faults/campaign.py --only killed:plain --worlds 2 --library apex
 
 In every case, ``world`` processes train for five steps. In the third step, at a named moment, a

@@ -12,7 +12,7 @@ HEADER = """# Faults
 What the other ranks do when something happens to one of them: with `apex.parallel`, and with
 `torch.nn.parallel.DistributedDataParallel`, both over Gloo, and with the latter on the
 [backend `apex`](backend.md). Written by `python python/tests/faults/campaign.py --output
-docs/faults.md` (needs root, for network namespaces), with a group timeout of {timeout} s;
+FILE` (needs root, for network namespaces), with a group timeout of {timeout} s;
 {counts}.
 
 Something is done to a rank in the third of five steps, at each moment of
