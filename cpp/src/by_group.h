@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <cstddef>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -13,7 +11,7 @@
 namespace apex::parallel {
 
 /// Values by process group. Keeps only weak references. A weak reference reserves the group's
-/// address until its value was taken or the group is found expired. Not thread safe.
+/// address until the group is found expired. Not thread safe.
 template <typename Value>
 class ByGroup {
  public:
@@ -28,14 +26,6 @@ class ByGroup {
     auto strong = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(
         const_cast<c10d::ProcessGroup*>(&group));
     entries_.insert_or_assign(&group, Entry{Weak(strong), std::move(value)});
-  }
-
-  std::optional<Value> take(const c10d::ProcessGroup& group) {
-    const auto found = entries_.find(&group);
-    if (found == entries_.end()) return std::nullopt;
-    std::optional<Value> value = std::move(found->second.value);
-    entries_.erase(found);
-    return value;
   }
 
   /// Values of destroyed groups. The caller must destroy the values without holding a lock.
@@ -57,8 +47,6 @@ class ByGroup {
     for (const auto& entry : entries_) all.push_back(entry.second.value);
     return all;
   }
-
-  size_t size() const { return entries_.size(); }
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
