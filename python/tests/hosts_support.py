@@ -164,13 +164,3 @@ def _run_rank(folder: Path, rank: int, world: int, body: Callable[..., Any], arg
     if reply[0] == "ok":
         dist.destroy_process_group()
     os._exit(0)
-
-
-def stop_for(seconds: float) -> None:
-    """Stop this process, and continue it after this time."""
-    mine = os.getpid()
-    if os.fork() == 0:
-        time.sleep(seconds)
-        os.kill(mine, signal.SIGCONT)
-        os._exit(0)
-    os.kill(mine, signal.SIGSTOP)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A rank that ends is named on stderr before the launcher has killed the other ranks.
 
-Run as a program, it counts over many runs:
-
-    python python/tests/test_dead_rank.py --runs 20
+Run as a program, it is one rank of the job.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import signal
@@ -26,8 +23,6 @@ from torch import Tensor, nn
 
 PLACES = ["construction", "batch norm", "backward", "loader"]
 LAUNCHERS = ["torchrun", "multiproc"]
-CHANNELS = ["1", "0"]  # shared memory, sockets
-ENDS = ["killed", "raises"]
 STEP = 20
 
 
@@ -175,29 +170,10 @@ def test_rank_of_another_job_of_the_same_parent_that_ends_is_not_named(tmp_path:
     assert "has ended" not in "".join(outputs)
 
 
-def _count(runs: int, worlds: list[int]) -> None:
-    from tempfile import TemporaryDirectory
-
-    for case in itertools.product(LAUNCHERS, worlds, PLACES, CHANNELS, ENDS):
-        launcher, world, place, channel, end = case
-        counts = []
-        for _ in range(runs):
-            with TemporaryDirectory() as folder:
-                counts.append(
-                    named(_output(launcher, world, place, channel, end, Path(folder)), world)
-                )
-        print(*case, f"named in {sum(c > 0 for c in counts)} of {runs}", flush=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="runs of each case")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
-    parser.add_argument("--place", help=argparse.SUPPRESS)
-    parser.add_argument("--end", default="killed", help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    options, _ = parser.parse_known_args()
-    if options.place is not None:
-        _job(options.place, options.end)
-    else:
-        _count(options.runs, options.worlds)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--place")
+    parser.add_argument("--end")
+    parser.add_argument("--local_rank", "--local-rank")
+    options = parser.parse_args()
+    _job(options.place, options.end)

@@ -11,13 +11,11 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, raises
-from striking_store import StrikingStore
+from ddp_support import RankPool, check
 from torch import nn
 
 from apex._internal.groups import group_like, split_world, world_group
@@ -39,31 +37,6 @@ def _check_named(rank: int, world: int, message: str) -> None:
         re.findall(r"(?:; |failed: )ranks? ([\d, ]+) (?:has|have|is|are|reports) ", message)
     )
     check(named == {str(CULPRIT)}, f"named: {named}, in: {message}")
-
-
-def _killed_while_connecting(rank: int, world: int, folder: str) -> None:
-    """The rank is killed before it announces its address, so no connection of the others breaks.
-
-    Without shared memory, for which a reducer needs no connections.
-    """
-    dist.destroy_process_group()
-    os.environ["APEX_HOST_CHANNEL"] = "0"
-    store: dist.Store = dist.FileStore(f"{folder}/store", world)
-    if rank == CULPRIT:
-        store = StrikingStore(store, _die)
-    minute = datetime.timedelta(minutes=1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=minute)
-    head = f"rank {rank} of {world}: connecting a reducer's communicator failed"
-    try:
-        with raises(RuntimeError, head, f"rank {CULPRIT} has ended"):
-            DistributedDataParallel(nn.Linear(4, 2))
-    finally:
-        del os.environ["APEX_HOST_CHANNEL"]
-
-
-def test_rank_killed_while_connecting_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:
-    # The group's timeout is longer than the pool's.
-    ranks.run(3, _killed_while_connecting, str(tmp_path), lost=(CULPRIT,), timeout_s=40)
 
 
 def _first_forward() -> None:

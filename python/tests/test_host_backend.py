@@ -37,13 +37,12 @@ from ddp_support import (
     host_channel,
     raises,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from apex._internal.groups import timeout_of
-from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
+from apex.parallel import DistributedDataParallel, create_syncbn_process_group
 from apex.parallel.syncbn_group import default_group
 
 pytestmark = pytest.mark.processes
@@ -79,74 +78,6 @@ def _without_memory(rank: int, world: int) -> None:
 
 def test_ranks_without_shared_memory_go_by_gloo(ranks: RankPool) -> None:
     ranks.run(2, _without_memory)
-
-
-def _names(rank: int, world: int) -> None:
-    one = group()
-    check_equal(dist.get_backend(one), "apex", "name")
-    backend: Any = one._get_backend(torch.device("cpu"))
-    check_equal(backend.name(), "apex", "name of the backend")
-    check(backend.supports_splitting, "splits")
-    tensor = backend.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu"))
-    check_equal((tensor.numel(), float(tensor.sum())), (1000, 0.0), "allocated")
-    tensor.fill_(rank)
-    dist.all_reduce(tensor, group=one)
-    check_equal(float(tensor[0]), world * (world - 1) / 2, "sum in its memory")
-
-
-def test_backend_says_what_it_is_and_has(ranks: RankPool) -> None:
-    ranks.run(2, _names)
-
-
-def _works(rank: int, world: int) -> None:
-    one = group()
-    tensors = [torch.full((10 ** (i % 6),), float(rank + i)) for i in range(30)]
-    works = [dist.all_reduce(tensor, group=one, async_op=True) for tensor in tensors]
-    for i, work in reversed(list(enumerate(works))):
-        check(work.wait(), "wait()")
-        check(work.is_completed() and work.is_success(), "completed")
-        check(work.exception() is None, "exception()")
-        check_equal(float(tensors[i][-1]), world * i + world * (world - 1) / 2, f"sum {i}")
-    seen: list[tuple[int, float]] = []
-    futures = []
-    for i in range(10):
-        future = dist.all_reduce(torch.full((i + 1,), 1.0), group=one, async_op=True).get_future()
-        check(future is not None, "future")
-        futures.append(future.then(lambda f, i=i: seen.append((i, float(f.value()[0].sum())))))
-    for future in futures:
-        future.wait()
-    check_equal(sorted(seen), [(i, float(world * (i + 1))) for i in range(10)], "futures")
-    late = dist.all_reduce(torch.ones(3), group=one, async_op=True)
-    late.wait()
-    check_equal(float(late.get_future().wait()[0][0]), float(world), "future of a completed one")
-    check_equal(float(late.result()[0][0]), float(world), "result()")
-
-
-def test_works_and_futures_complete_in_any_order(ranks: RankPool) -> None:
-    ranks.run(3, _works)
-
-
-def _nested(rank: int, world: int) -> None:
-    one = group()
-
-    def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        work = dist.all_reduce(future.value()[0], group=one, async_op=True)
-        return work.get_future().wait()[0]
-
-    for _ in range(3):
-        tensor = torch.ones(10)
-        if rank == 1:
-            time.sleep(0.2)  # so that the others' callbacks run on the futures' thread
-        futures = [
-            dist.all_reduce(tensor.clone(), group=one, async_op=True).get_future().then(again)
-            for _ in range(1)
-        ]
-        for future in futures:
-            check_equal(float(future.wait()[0]), float(world * world), "sum of sums")
-
-
-def test_callback_that_waits_for_another_future_goes_on(ranks: RankPool) -> None:
-    ranks.run(2, _nested)
 
 
 def _late_future(rank: int, world: int) -> None:
@@ -189,52 +120,6 @@ def _timeouts(rank: int, world: int) -> None:
 
 def test_timeouts(ranks: RankPool) -> None:
     ranks.run(2, _timeouts)
-
-
-def _dropped(rank: int, world: int) -> None:
-    for memory in ("1", "0"):
-        with host_channel(memory):
-            one = group()
-            tensor = torch.full((1000, 300), float(rank))
-            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
-            dist.barrier(one, async_op=True)  # dropped too, with the remains of the first one
-            dist.barrier(one)
-            check(torch.equal(tensor, torch.full_like(tensor, (world - 1) / 2)), "average")
-            # Hazard: each of them could keep all previous ones alive.
-            many = [torch.full((2, 6), float(rank)) for _ in range(3000)]
-            for tensor in many:
-                dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
-            dist.barrier(one)
-            check(all(float(tensor[0, 0]) == (world - 1) / 2 for tensor in many), "averages")
-    one = group()
-    outputs = [torch.empty(300, 1000) for _ in range(world)]
-    dist.all_gather(outputs, torch.full((300, 1000), float(rank)), group=one, async_op=True)
-    dist.barrier(one)
-    check_equal([float(output.mean()) for output in outputs], list(range(world)), "gathered")
-
-
-def _by_gloo(rank: int, world: int) -> None:
-    one = group()
-    tensors = [torch.full((4,), 1.0 + rank), torch.full((2, 3), 2.0)]
-    dist.all_reduce_coalesced(tensors, group=one)
-    check_equal(
-        [float(t[-1].max()) for t in tensors], [world * (world + 1) / 2, 2.0 * world], "sums"
-    )
-    sizes = [r + 1 for r in range(world)]
-    received = torch.empty(sizes[rank])
-    dist.reduce_scatter(received, [torch.full((size,), 1.0 + rank) for size in sizes], group=one)
-    check(bool(received.eq(sum(1.0 + r for r in range(world))).all()), "shares of other sizes")
-
-
-def test_coalesced_and_uneven_collectives_go_by_gloo(ranks: RankPool) -> None:
-    ranks.run(2, _by_gloo)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_dropped_works_write_their_result_before_the_next_has_completed(
-    ranks: RankPool, world: int
-) -> None:
-    ranks.run(world, _dropped)
 
 
 def _apart(rank: int, world: int) -> None:
@@ -328,7 +213,7 @@ def test_all_to_all_of_other_sizes_ends_the_group(ranks: RankPool) -> None:
 
 
 def _many_in_another_order(rank: int, world: int) -> None:
-    """More collectives than the channel's ring has slots, from two wrappers and two groups."""
+    """More collectives than the channel's ring has slots, from two groups."""
     groups = [group(), group()]
     works, tensors = [], []
     for one in groups if rank == 0 else groups[::-1]:
@@ -338,21 +223,6 @@ def _many_in_another_order(rank: int, world: int) -> None:
     for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         check_equal(float(tensor[0]), float(i % 300 * world), f"number {i}")
-    wrappers = [
-        DistributedDataParallel(
-            nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(300)]),
-            process_group=one,
-            message_size=1,
-        )
-        for one in groups
-    ]
-    for _ in range(2):
-        for wrapper in wrappers:
-            wrapper.zero_grad()
-        outputs = [wrapper(torch.ones(1, 2)).sum() for wrapper in wrappers]
-        (outputs[rank % 2] + outputs[1 - rank % 2]).backward()
-    for wrapper in wrappers:
-        check_same_on_all_ranks([p.grad for p in wrapper.parameters()], "gradients")
 
 
 def test_many_collectives_in_another_order_complete(ranks: RankPool) -> None:
@@ -381,27 +251,6 @@ def _groups_of_a_world(rank: int, world: int, store: str) -> None:
 
 def test_groups_that_are_made_in_an_apex_world(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, _groups_of_a_world, str(tmp_path / "store"))
-
-
-def _forked(rank: int, world: int) -> None:
-    """A forked child of rank 0 that runs a SyncBatchNorm is refused, and does not act as a rank."""
-    layer = SyncBatchNorm(3)
-    if rank == 0:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                try:
-                    layer(torch.randn(4, 3))
-                except RuntimeError as error:
-                    status = 0 if "was forked" in str(error) else 2
-            os._exit(status)
-        check_equal(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0, "of the child")
-    check(bool(layer(torch.randn(4, 3)).isfinite().all()), "the rank itself")
-
-
-def test_forked_child_takes_no_part_in_batch_norm(ranks: RankPool) -> None:
-    ranks.run(2, _forked)
 
 
 def _destroyed(rank: int, world: int) -> None:
@@ -460,24 +309,6 @@ def test_shutdown_while_another_thread_issues(ranks: RankPool) -> None:
     ranks.run(2, _shut_down_while_issuing)
 
 
-def _split(rank: int, world: int) -> None:
-    one = group()
-    parent: Any = one
-    ours = [[0, 2], [1]] if world == 3 else [[0], [1]]
-    backend = parent._get_backend(torch.device("cpu"))
-    check(backend.supports_splitting, "splits")
-    for members in ours:
-        sub = dist.new_group(members, backend="apex")
-        if rank in members:
-            tensor = torch.full((3,), float(rank))
-            dist.all_reduce(tensor, group=sub)
-            check_equal(float(tensor[0]), float(sum(members)), f"sum over {members}")
-
-
-def test_groups_of_some_ranks(ranks: RankPool) -> None:
-    ranks.run(3, _split)
-
-
 HOOKS: dict[str, Any] = {
     "none": None,
     "allreduce": (default_hooks.allreduce_hook, None),
@@ -509,32 +340,6 @@ def _torch_ddp(rank: int, world: int, hook: str, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("hook", HOOKS)
 def test_torch_ddp_trains_on_it(ranks: RankPool, hook: str, options: dict[str, Any]) -> None:
     ranks.run(3, _torch_ddp, hook, options)
-
-
-def _zero(rank: int, world: int) -> None:
-    one = group()
-    torch.manual_seed(0)
-    plain = Mlp()
-    ddp = TorchDDP(copy.deepcopy(plain), process_group=one)
-    sharded = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.Adam, lr=0.01, process_group=one
-    )
-    whole = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for step in range(4):
-        sharded.zero_grad()
-        whole.zero_grad()
-        ddp(batch(rank, step)).square().sum().backward()
-        for r in range(world):
-            (plain(batch(r, step)).square().sum() / world).backward()
-        sharded.step()
-        whole.step()
-    for mine, other in zip(ddp.module.parameters(), plain.parameters(), strict=True):
-        check_near(mine.detach(), other.detach(), "parameter", 1e-4)
-    check_same_on_all_ranks(list(ddp.parameters()), "parameters")
-
-
-def test_zero_redundancy_optimizer_trains_on_it(ranks: RankPool) -> None:
-    ranks.run(2, _zero)
 
 
 def _fsdp(rank: int, world: int) -> None:
@@ -570,55 +375,6 @@ def test_fsdp_and_dtensor_work_on_it(ranks: RankPool) -> None:
     ranks.run(2, _fsdp)
 
 
-def _own_wrapper(rank: int, world: int) -> None:
-    one = group()
-    ddp = DistributedDataParallel(make(seed=rank), process_group=one)
-    for step in range(4):
-        ddp.zero_grad()
-        expected = mean_gradients(ddp.module, world, step)
-        ddp(batch(rank, step)).square().sum().backward()
-        for name, grad in gradients(ddp.module).items():
-            check_near(grad, expected[name], name, 1e-5)
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"gradients, {step}")
-    check(ddp.statistics()["reduced_in_shared_memory"] > 0, "not in shared memory")
-
-
-def test_own_wrapper_trains_on_it(ranks: RankPool) -> None:
-    ranks.run(2, _own_wrapper)
-
-
-def _late(rank: int, world: int) -> None:
-    one = group()
-    tensor = torch.full((1 << 20,), float(rank))
-    if rank == 1:
-        work = dist.all_reduce(tensor, group=one, async_op=True)
-        dist.barrier()
-    else:
-        dist.barrier()  # the other rank has posted by now, and does no work for it
-        work = dist.all_reduce(tensor, group=one, async_op=True)
-    work.wait()
-    check(torch.equal(tensor, torch.full((1 << 20,), 1.0)), "sum")
-
-
-def test_rank_that_has_posted_is_not_waited_for(ranks: RankPool) -> None:
-    ranks.run(2, _late)
-
-
-def _stopped(rank: int, world: int) -> Tensor:
-    one = group()
-    pids: list[Any] = [None] * world
-    dist.all_gather_object(pids, os.getpid(), group=one)
-    tensor = torch.full((300_000,), float(rank))
-    works = [dist.all_reduce(tensor.clone(), group=one, async_op=True) for _ in range(5)]
-    if rank == 0:
-        os.kill(pids[1], signal.SIGSTOP)
-        threading.Timer(1.0, os.kill, (pids[1], signal.SIGCONT)).start()
-    for work in works:
-        work.wait()
-    dist.all_reduce(tensor, group=one)
-    return tensor[:1]
-
-
 def test_torch_tests_run_on_it() -> None:
     """Some of the tests of torch_distributed_tests.py."""
     pytest.importorskip("expecttest", reason="torch's own tests need it")
@@ -628,8 +384,3 @@ def test_torch_tests_run_on_it() -> None:
         [sys.executable, str(runner), *some], capture_output=True, text=True, timeout=300
     )
     check_equal(done.stdout.splitlines()[-1:], ["3 passed"], done.stdout + done.stderr[-4000:])
-
-
-def test_stopped_rank_only_delays(ranks: RankPool) -> None:
-    for result in ranks.run(2, _stopped):
-        assert float(result) == 1.0

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ddp_support import (
     check,
     check_equal,
     check_step,
-    host_channel,
     raises,
 )
 from torch import Tensor, nn
@@ -103,32 +101,6 @@ def _falls_back(rank: int, world: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["off", "files"])
 def test_one_rank_that_cannot_takes_all_along(ranks: RankPool, way: str) -> None:
     ranks.run(3, _falls_back, way)
-
-
-def _same_as_gloo(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Sums of float32 and float64 over two ranks have the same bits on every path."""
-    results = []
-    for channel in ("0", "1"):
-        with host_channel(channel):
-            ddp = DistributedDataParallel(
-                build().to(dtype), process_group=_group(), message_size=30
-            )
-            for step in range(3):
-                ddp.zero_grad()
-                _loss_of(ddp, rank, step, dtype).backward()
-            results.append([p.grad.clone() for p in ddp.parameters()])
-            check_equal(_shared(ddp) > 0, channel == "1", "shared memory")
-    for gloo, shared in zip(*results, strict=True):
-        check(torch.equal(gloo, shared), "other bits than through Gloo")
-
-
-def _loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> Tensor:
-    return model(data(rank, step).to(dtype), [0, 1, 2]).square().sum()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_of_two_ranks_are_those_of_gloo(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(2, _same_as_gloo, dtype)
 
 
 def _memory() -> list[int]:
@@ -231,37 +203,6 @@ def test_forked_child_gets_a_clear_error(ranks: RankPool) -> None:
     ranks.run(2, _fork_is_no_rank)
 
 
-def _two_threads(rank: int, world: int) -> None:
-    """Each thread makes the first collective of its own group, in another order on each rank."""
-    from apex import _core
-
-    groups = [_group() for _ in range(2)]
-    begun = [threading.Event() for _ in groups]
-    errors: list[str] = []
-
-    def work(i: int) -> None:
-        try:
-            if i != rank % 2:
-                begun[rank % 2].wait()  # the other thread is in its handshake, or has finished it
-            begun[i].set()
-            total = torch.full((10,), rank + 1.0)
-            _core.all_reduce(total, groups[i].group_name, False)
-            check_equal(total, torch.full((10,), world * (world + 1) / 2), "the sum")
-        except Exception as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    check(not errors, str(errors))
-
-
-def test_threads_connect_groups_in_any_order(ranks: RankPool) -> None:
-    ranks.run(2, _two_threads)
-
-
 def _differs(rank: int, world: int, sizes: list[int], average: list[bool], said: str) -> None:
     group = _group()
     tensor = torch.ones(sizes[rank])
@@ -284,24 +225,3 @@ def test_sums_that_differ_between_ranks_say_in_what(
     ranks: RankPool, sizes: list[int], average: list[bool], said: str
 ) -> None:
     ranks.run(2, _differs, sizes, average, said)
-
-
-def _groups_end(rank: int, world: int) -> None:
-    def memory() -> int:
-        return sum("apex" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-    tensor = torch.ones(2**16)
-    _core.all_reduce(tensor, name_of(_group()), False)
-    before = memory()
-    for _ in range(8):
-        group = _group()
-        _core.all_reduce(tensor, name_of(group), False)
-        dist.destroy_process_group(group)
-        del group
-    for _ in range(600):  # ended groups are detected periodically
-        _core.all_reduce(tensor, name_of(dist.group.WORLD), False)
-    check(memory() <= before + 4, f"mappings: {before} before, {memory()} now")
-
-
-def test_memory_ends_with_the_groups_of_a_script(ranks: RankPool) -> None:
-    ranks.run(2, _groups_end)

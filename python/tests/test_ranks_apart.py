@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,17 +82,6 @@ def goes_forward_without_gradients(group: Any, odd: bool) -> None:
 def has_other_channels(group: Any, odd: bool) -> None:
     layer = SyncBatchNorm(600 if odd else 6, process_group=group)
     layer(torch.randn(3, layer.num_features)).sum().backward()
-
-
-def has_many_more_channels(group: Any, odd: bool) -> None:
-    """More channels than fit into one message, so a header is sent first."""
-    layer = SyncBatchNorm(200_000 if odd else 150_000, process_group=group)
-    layer(torch.randn(2, layer.num_features)).sum().backward()
-
-
-def has_room_for_less(group: Any, odd: bool) -> None:
-    layer = SyncBatchNorm(200_000 if odd else 6, process_group=group)
-    layer(torch.randn(2, layer.num_features)).sum().backward()
 
 
 def is_refused_before_the_exchange(group: Any, odd: bool) -> None:
@@ -188,8 +176,6 @@ CASES: list[Callable[[Any, bool], None]] = [
     skips_a_layer,
     goes_forward_without_gradients,
     has_other_channels,
-    has_many_more_channels,
-    has_room_for_less,
     is_refused_before_the_exchange,
     is_in_evaluation,
     does_not_join,
@@ -239,28 +225,6 @@ def test_models_of_equal_layers_are_told_apart(ranks: RankPool) -> None:
         assert "the ranks are in different collectives" in message
 
 
-def _refuses_and_goes_on(rank: int, world: int, channel: str) -> str:
-    """Rank 1's arguments are refused, and it catches the error. Otherwise it would be a batch
-    ahead."""
-    with host_channel(channel):
-        group = dist.new_group(timeout=TIMEOUT)
-        layer = SyncBatchNorm(6, process_group=group)
-        layer(torch.randn(4, 6))
-        if rank == 1:
-            with pytest.raises(ValueError, match="6"):
-                layer(torch.randn(4, 7))
-        with pytest.raises(RuntimeError) as raised:
-            layer(torch.randn(4, 6))
-        return str(raised.value)
-
-
-@pytest.mark.parametrize("channel", ["0", "1"])
-def test_a_rank_whose_arguments_are_refused_is_told_of(ranks: RankPool, channel: str) -> None:
-    messages = ranks.run(2, _refuses_and_goes_on, channel)
-    assert "rank 1 failed in the arguments of forward of a SyncBatchNorm" in messages[0]
-    assert "an earlier collective of this process group has failed" in messages[1]
-
-
 def _wraps_on_two_threads(rank: int, world: int, channel: str, port: int) -> None:
     """Hazard: a connecting thread waits in the store, and holds the connection to it, for a key
     that the other thread of its peer is about to write."""
@@ -292,28 +256,6 @@ def _wraps_on_two_threads(rank: int, world: int, channel: str, port: int) -> Non
 @pytest.mark.parametrize("channel", ["0", "1"])
 def test_threads_make_wrappers_over_groups_of_their_own(ranks: RankPool, channel: str) -> None:
     ranks.run(2, _wraps_on_two_threads, channel, free_port())
-
-
-def _goes_on_with_another_group(rank: int, world: int) -> list[float]:
-    torch.manual_seed(rank)
-    lost = SyncBatchNorm(6, process_group=dist.new_group(timeout=datetime.timedelta(seconds=1)))
-    lost(torch.randn(3, 6))
-    if rank == 0:
-        time.sleep(2)
-    with contextlib.suppress(RuntimeError):
-        lost(torch.randn(3, 6))
-    group = dist.new_group(timeout=TIMEOUT)
-    model = DistributedDataParallel(_norms(group), process_group=group)
-    for _ in range(2):
-        _step(model)
-        if rank == 0:
-            time.sleep(1)
-    return model.module[0].weight.grad.flatten().tolist()
-
-
-def test_a_new_group_knows_nothing_of_what_failed_in_another(ranks: RankPool) -> None:
-    first, second = ranks.run(2, _goes_on_with_another_group)
-    assert first == second
 
 
 class _Late(Exception):
@@ -382,32 +324,3 @@ def test_a_wait_ends_by_ctrl_c(ranks: RankPool) -> None:
     """With Python's own handler."""
     answer = ranks.run(2, _is_interrupted, "default", signal.SIGINT, KeyboardInterrupt())[0]
     assert answer == "KeyboardInterrupt() after 0"
-
-
-def _forks(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 2))
-
-    def step() -> None:
-        ddp(torch.randn(4, 3)).sum().backward()
-
-    step()
-    child = os.fork() if rank == 1 else None
-    if child == 0:
-        try:
-            for call in (
-                step,
-                lambda: _core.all_reduce(torch.ones(3), name_of(dist.group.WORLD), False),
-            ):
-                with contextlib.suppress(RuntimeError):
-                    call()
-        finally:
-            os._exit(0)
-    if child is not None:
-        os.waitpid(child, 0)
-    for n in range(4):
-        time.sleep(0.4 if n == rank else 0.0)  # waiting ranks check whether another one has failed
-        step()
-
-
-def test_what_a_forked_process_is_refused_is_no_failure_of_its_parent(ranks: RankPool) -> None:
-    ranks.run(2, _forks)

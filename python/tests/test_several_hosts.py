@@ -12,7 +12,6 @@ import os
 import resource
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import check, check_equal, check_step, raises
-from hosts_support import run_on_hosts, stop_for
+from hosts_support import run_on_hosts
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
@@ -132,93 +131,24 @@ def test_one_rank_that_cannot_takes_all_hosts_along() -> None:
     run_on_hosts([2, 2], _keeps_the_group, 3, True)
 
 
-def _dies(rank: int, world: int, victim: int) -> float:
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
+def _dies(rank: int, world: int, victim: int) -> None:
+    # A rank that waited for the timeout would not reply in time.
+    group = _group(10 * hosts_support.TIMEOUT_S)
+    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
     for step in range(2):
         _loss(ddp, rank, step).backward()
     if rank == victim:
         hook = lambda grad: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         ddp.module.layers[1].weight.register_hook(hook)
-    begin = time.monotonic()
     with raises(RuntimeError, f"rank {victim}"):
         _loss(ddp, rank, 2).backward()
-    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
     ("hosts", "victim"), [([2, 2], 3), ([2, 2], 0), ([3, 1], 3), ([3, 1], 2)], ids=str
 )
 def test_rank_that_dies_is_named_on_all_hosts(hosts: list[int], victim: int) -> None:
-    times = run_on_hosts(hosts, _dies, victim, lost=(victim,))
-    seen = [one for rank, one in enumerate(times) if rank != victim]
-    assert all(one < 15 for one in seen), f"the timeout, not the end of the process: {seen}"
-
-
-def _stops(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
-    for step in range(4):
-        if rank == step:
-            handle = ddp.module.layers[1].weight.register_hook(lambda grad: stop_for(0.5))
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-        if rank == step:
-            handle.remove()
-    check(ddp.statistics()["reduced_by_host"] > 0, "not by host")
-
-
-def test_rank_that_is_stopped_only_delays() -> None:
-    run_on_hosts([2, 2], _stops)
-
-
-def _fails_in_backward(rank: int, world: int) -> None:
-    """An exception on one rank raises on all ranks, and the next step is correct."""
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
-    for step in range(2):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-
-    def fail(grad: Tensor) -> None:
-        raise ValueError("of this rank alone")
-
-    if rank == 1:
-        handle = ddp.module.layers[1].weight.register_hook(fail)
-    ddp.zero_grad()
-    with raises(ValueError if rank == 1 else RuntimeError, ""):
-        _loss(ddp, rank, 2).backward()
-    if rank == 1:
-        handle.remove()
-    ddp.zero_grad()
-    check_step(ddp, lambda m, r: _loss(m, r, 3), "after the failure")
-    check(ddp.statistics()["reduced_by_host"] > 0, "not by host")
-
-
-def test_rank_that_fails_is_heard_and_all_go_on() -> None:
-    run_on_hosts([2, 2], _fails_in_backward)
-
-
-def _hook_fails(rank: int, world: int) -> None:
-    """The waiting ranks are on the host of the failing rank, and on another host."""
-    group = _group()
-    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        if rank == 1 and step == 2 and bucket.index() == 1:
-            raise LookupError("on purpose")
-        work = dist.all_reduce(bucket.buffer().div_(world), group=group, async_op=True)
-        return work.get_future().then(lambda f: f.value()[0])
-
-    step = 0
-    ddp.register_comm_hook(None, hook)
-    for step in range(2):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-    step = 2
-    said = ["'Python function', for bucket 1 (", "on purpose"]
-    with raises(
-        RuntimeError, *said, *([] if rank == 1 else ["rank 1 failed in communication hook"])
-    ):
-        _loss(ddp, rank).backward()
-
-
-def test_hook_that_fails_on_one_rank_is_named_on_all_hosts() -> None:
-    run_on_hosts([2, 2], _hook_fails)
+    run_on_hosts(hosts, _dies, victim, lost=(victim,))
 
 
 def _with_batch_norm(rank: int, world: int) -> None:

@@ -7,7 +7,6 @@ The reference is the program itself, which decides which rank is late, and where
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -117,19 +116,3 @@ def test_stall_report_nothing_has_stalled_is_none() -> None:
     code = "import apex.parallel; assert apex.parallel.stall_report() is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert apex.parallel.stall_report.__doc__
-
-
-def test_log_notice_reaches_handlers_with_the_rank_and_is_not_written_without(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    apex.parallel._stalls.log_notice("rank 1 holds it up")
-    assert [(r.levelname, r.message, r.rank) for r in caplog.records] == [
-        ("WARNING", "rank 1 holds it up", None)
-    ]
-    root, handlers = logging.getLogger(), logging.getLogger().handlers
-    try:
-        root.handlers = []
-        apex.parallel._stalls.log_notice("once is enough")
-    finally:
-        root.handlers = handlers
-    assert "once is enough" not in "".join(capfd.readouterr())

@@ -48,7 +48,6 @@ from cases import (
 )
 from hosts import Hosts
 from programs import LAYERS, PROGRAMS
-from report import markdown, shorten
 
 HERE = Path(__file__).resolve().parent
 #: The reports of ranks that are all alive but call different collectives.
@@ -336,6 +335,13 @@ def complaints(case: Case, rank: int, message: str) -> list[str]:
     return result
 
 
+def shorten(message: str) -> str:
+    """The error without the parts that Gloo and this package add to every error."""
+    message = re.sub(r"\[/\S+/gloo/\S+\] ", "", message)
+    message = re.sub(r"This is typically caused by .*?GLHF!\S* \S+ ", "", message)
+    return re.sub(r"\(another rank has probably .*?process group\)", "", message)
+
+
 def run(todo: list[Case], at_once: int, verbose: bool) -> dict[Case, Outcome]:
     zygote = Zygote()
     networks = any(case.fault.startswith("cut off") for case in todo)
@@ -380,7 +386,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of FAULT:PROGRAM:MOMENT")
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--output", help="write the results there, as Markdown")
     arguments = parser.parse_args()
     todo = [case for library in arguments.library for case in cases(library, arguments.worlds)]
     todo = [
@@ -390,8 +395,6 @@ def main() -> None:
         or any(part in f"{case.fault}:{case.program}:{case.moment}:" for part in arguments.only)
     ]
     outcomes = run(todo, arguments.at_once, arguments.verbose)
-    if arguments.output:
-        Path(arguments.output).write_text(markdown(outcomes))
     for library in arguments.library:
         mine = [outcome.verdict for case, outcome in outcomes.items() if case.library == library]
         good = sum(verdict in GOOD for verdict in mine)
