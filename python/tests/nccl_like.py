@@ -72,19 +72,3 @@ def eager_nccl() -> Iterator[list[str]]:
         stack.callback(setattr, world, "bound_device_id", None)
         world.bound_device_id = device
         yield asked
-
-
-@contextlib.contextmanager
-def unnamed_backends() -> Iterator[None]:
-    """Behave as after ``init_process_group()`` without a backend, on a machine with GPUs.
-
-    Gloo serves tensors on the CPU, and NCCL those on a GPU.
-    """
-    with contextlib.ExitStack() as stack:
-        for place, name, fake in (
-            (dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl"),
-            (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "current_device", lambda: 0),
-        ):
-            stack.enter_context(unittest.mock.patch.object(place, name, fake))
-        yield

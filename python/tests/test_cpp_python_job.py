@@ -3,15 +3,13 @@
 
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from ddp_support import free_port
-from package_support import cpp_program, torchrun
+from package_support import cpp_program
 from warm import run_script
 
 # Against hangs only.
@@ -65,33 +63,12 @@ dist.destroy_process_group()
 """
 
 
-def by_torchrun(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
-    commands = {
-        "c++": f'"{program}" "{folder}/parameters$RANK"',
-        "python": f'"{sys.executable}" "{script}" "{folder}/parameters"',
-    }
-    wrapper = folder / "rank.sh"
-    cases = "\n".join(
-        f"  {rank}) exec {commands[language]} {way} ;;" for rank, language in enumerate(languages)
-    )
-    wrapper.write_text(f'#!/bin/sh\ncase "$RANK" in\n{cases}\nesac\n')
-    wrapper.chmod(0o755)
-    result = subprocess.run(
-        [*torchrun(len(languages)), str(wrapper)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def by_hand(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
+def start(folder: Path, program: Path, script: Path, languages: list[str], way: str) -> None:
     """Python ranks are forked from a process that has imported torch."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["WORLD_SIZE"] = str(len(languages))
 
-    def start(rank: int) -> subprocess.CompletedProcess[str]:
+    def start_rank(rank: int) -> subprocess.CompletedProcess[str]:
         env = {**ENVIRONMENT, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if languages[rank] == "python":
             own = folder / str(rank)
@@ -102,11 +79,11 @@ def by_hand(folder: Path, program: Path, script: Path, languages: list[str], way
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     with ThreadPoolExecutor(len(languages)) as pool:
-        for result in pool.map(start, range(len(languages))):
+        for result in pool.map(start_rank, range(len(languages))):
             assert result.returncode == 0, result.stdout + result.stderr
 
 
-def train(folder: Path, languages: list[str], way: str, start: Any) -> list[np.ndarray]:
+def train(folder: Path, languages: list[str], way: str) -> list[np.ndarray]:
     """Parameters of every rank after training. `languages` lists the language of each rank."""
     script = folder / "rank.py"
     script.write_text(PYTHON_RANK)
@@ -126,8 +103,7 @@ def test_job_of_cpp_and_python_ranks_parameters_bitwise_equal(tmp_path: Path, wa
     for languages in (["c++", "python"], ["python", "c++"], ["python", "python"]):
         folder = tmp_path / "-".join(languages)
         folder.mkdir()
-        once = way == "sgd" and languages == ["c++", "python"]
-        ranks = train(folder, languages, way, by_torchrun if once else by_hand)
+        ranks = train(folder, languages, way)
         assert ranks[0].size == 6 * 16 + 16 + 16 * 3 + 3
         assert ranks[0].tobytes() == ranks[1].tobytes(), languages
         results.append(ranks[0].tobytes())

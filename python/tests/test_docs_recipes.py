@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks
-from torch import Tensor, nn
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks
 
 from apex.parallel import DistributedDataParallel
 
@@ -58,50 +57,9 @@ def test_recipe_leaves_ranks_alike(ranks: RankPool, recipe: str, tmp_path: Path)
         assert set(torch.load(tmp_path / "best.pt")) == {"weight", "bias"}
 
 
-def _contrastive(draws: list[list[tuple[Tensor, Tensor]]], weight: Tensor, bias: Tensor) -> Tensor:
-    """The result of one process on the samples of all ranks, with SGD at a rate of 0.1."""
-    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-    for step in range(len(draws[0])):
-        x = torch.cat([rank[step][0] for rank in draws])
-        near = x + 0.1 * torch.cat([rank[step][1] for rank in draws])
-        left, right = (nn.functional.normalize(y @ weight.T + bias, dim=1) for y in (x, near))
-        loss = nn.functional.cross_entropy(left @ right.T / 0.1, torch.arange(len(x)))
-        for p, gradient in zip(
-            (weight, bias), torch.autograd.grad(loss, (weight, bias)), strict=True
-        ):
-            p.data -= 0.1 * gradient
-    return torch.cat([weight.detach().flatten(), bias.detach()])
-
-
-def _is_the_loss_of_all(rank: int, world: int, code: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        names = _run(code, rank, "")
-        draws = []
-        for seed in range(world):
-            torch.manual_seed(100 + seed)
-            net = nn.Linear(10, 4)
-            draws.append([(torch.randn(8, 10), torch.randn(8, 10)) for _ in range(3)])
-            if seed == 0:
-                first = net
-        wanted = _contrastive(draws, first.weight.detach(), first.bias.detach())
-        got = torch.cat([p.detach().flatten() for p in names["model"].parameters()])
-        check_near(got, wanted, "the parameters")
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_contrastive_recipe_has_the_loss_of_the_whole_batch(ranks: RankPool) -> None:
-    ranks.run(2, _is_the_loss_of_all, RECIPES["Compare every sample with every other"])
-
-
 def _counts_all(rank: int, world: int, code: str) -> None:
     check_equal(int(_run(code, rank, "")["counts"][1]), 101, "samples")
 
 
 def test_evaluation_recipe_counts_every_sample_once(ranks: RankPool) -> None:
     ranks.run(2, _counts_all, RECIPES["Evaluate on all ranks"])
-
-
-def test_recipes_are_found() -> None:
-    assert len(RECIPES) == TEXT.count("```python") >= 10

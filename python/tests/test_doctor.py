@@ -46,11 +46,6 @@ def test_help_is_printed_and_nothing_runs(module: str) -> None:
     assert "apex.demo: what one" not in done.stdout and "apex.doctor on" not in done.stdout
 
 
-def test_nothing_is_recommended_for_a_sound_host() -> None:
-    assert list(doctor.recommend(SOUND)) == []
-    assert list(doctor.describe(SOUND))[-1] == "nothing to change"
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [

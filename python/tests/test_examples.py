@@ -251,11 +251,3 @@ def test_cpp_tutorial_resumed_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -
     assert whole[-1] < 0.2
     parts = losses(run_cpp("tutorial", 2, tmp_path, "1", "parts"))
     assert parts + losses(run_cpp("tutorial", 2, tmp_path, "2", "parts")) == whole
-
-
-def test_cpp_digits_are_what_the_script_writes(tmp_path: Path) -> None:
-    import runpy
-
-    folder = EXAMPLES.parent / "cpp" / "examples" / "mnist"
-    runpy.run_path(str(folder / "make_digits.py"))["main"](tmp_path / "digits.bin")
-    assert (tmp_path / "digits.bin").read_bytes() == (folder / "digits.bin").read_bytes()

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules of the package import only lower layers, without cycles.
+"""Parts of the package and of the C++ library use only parts below them, without cycles.
 
 The graph is read from the sources. Imports within functions count like those at the top of a
-module, and so does the name of a module in a string, as in ``sys.modules.get("apex.amp")``. Imports
-under ``if TYPE_CHECKING`` do not run, so two modules may name each other's types. But no package
-names types of a package above it.
+module. Those under ``if TYPE_CHECKING`` do not run, so two modules may name each other's types.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT.parent / "cpp" / "src"
 PACKAGES = ("apex", "amp_C", "apex_C")
 #: Created by the build. They import nothing of the package.
 BUILT = ("apex._core", "apex._build_info")
@@ -32,37 +29,26 @@ LAYERS = (
     ("amp_C", "apex_C", "apex.__main__", "apex.demo"),
     ("apex.doctor",),
 )
+Graph = dict[str, set[str]]
 
 
-class Import(NamedTuple):
-    source: str
-    target: str
-    line: int
-    runs: bool  # False: for type checkers only
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line} imports {self.target}"
-
-
-def read(root: Path) -> list[Import]:
-    """All imports of modules of PACKAGES, below `root`, by other modules."""
+def read(root: Path, types: bool) -> Graph:
+    """By module of PACKAGES below `root`, the modules that it imports, with `types` also those
+    that only type checkers import."""
     files: dict[str, Path] = {}
     for file in sorted(file for package in PACKAGES for file in root.glob(f"{package}/**/*.py")):
         parts = file.relative_to(root).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     modules = {*files, *BUILT}
-    return [
-        found
+    return {
+        name: {target for target in _imports(name, file, modules, types) if target != name}
         for name, file in files.items()
-        for found in _imports(name, file, modules)
-        if found.target != name
-    ]
+    }
 
 
-def _imports(name: str, file: Path, modules: set[str]) -> Iterator[Import]:
-    tree = ast.parse(file.read_text())
+def _imports(name: str, file: Path, modules: set[str], types: bool) -> Iterator[str]:
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    for node, runs in _walk(tree, True):
+    for node in _walk(ast.parse(file.read_text()), types):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -71,54 +57,19 @@ def _imports(name: str, file: Path, modules: set[str]) -> Iterator[Import]:
             origin = ".".join([*above, *([node.module] if node.module else [])])
             members = [f"{origin}.{alias.name}" for alias in node.names]
             targets = [member if member in modules else origin for member in members]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            targets = [node.value]
-        for target in targets:
-            if target in modules:
-                # The packages that contain it run first, except those that also contain the
-                # importer.
-                for holder in _holders(target):
-                    if holder == target or not f"{name}.".startswith(f"{holder}."):
-                        yield Import(name, holder, node.lineno, runs)
+        for target in modules.intersection(targets):
+            # The packages that contain it run first, except those that also contain the importer.
+            parts = target.split(".")
+            holders = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            yield from (h for h in holders if h == target or not f"{name}.".startswith(f"{h}."))
 
 
-def _holders(module: str) -> Iterator[str]:
-    parts = module.split(".")
-    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
-
-
-def _walk(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
-    yield node, runs
-    typing = isinstance(node, ast.If) and ast.unparse(node.test) in (
-        "TYPE_CHECKING",
-        "typing.TYPE_CHECKING",
-    )
-    for field, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from _walk(child, runs and not (typing and field == "body"))
-
-
-def circles(imports: list[Import]) -> list[list[str]]:
-    """One cycle through each module that is the first of its cycle to be visited."""
-    targets: dict[str, list[str]] = {}
-    for found in imports:
-        if found.runs:
-            targets.setdefault(found.source, []).append(found.target)
-    result: list[list[str]] = []
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            result.append([*path[path.index(module) :], module])
-        elif module not in done:
-            for target in targets.get(module, ()):
-                visit(target, [*path, module])
-            done.add(module)
-
-    for module in targets:
-        visit(module, [])
-    return result
+def _walk(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+    yield node
+    typing = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in ast.iter_child_nodes(node):
+        if types or not typing:
+            yield from _walk(child, types)
 
 
 def layer(module: str) -> tuple[int, str]:
@@ -134,28 +85,24 @@ def layer(module: str) -> tuple[int, str]:
     return max(fits)[1:]
 
 
-def upward(imports: list[Import]) -> list[str]:
+def upward(graph: Graph) -> list[str]:
     """Imports of a package in the same or a higher layer."""
-    result = []
-    for found in imports:
-        (own, package), (other, target) = layer(found.source), layer(found.target)
-        if target != package and other >= own:
-            result.append(str(found))
-    return result
+    return [
+        f"{source} imports {target}"
+        for source, targets in graph.items()
+        for target in sorted(targets)
+        if layer(target)[1] != layer(source)[1] and layer(target)[0] >= layer(source)[0]
+    ]
 
 
-def test_modules_import_no_circle() -> None:
-    imports = read(ROOT)
-    # The graph contains known imports of the sources: through a package, relative, in a function.
-    edges = {(found.source, found.target) for found in imports}
-    assert ("apex.parallel._devices", "apex._internal.tree") in edges
-    assert ("apex.amp.casting", "apex._internal.dtypes") in edges
-    assert ("apex.cmake_dir", "apex._core") in edges
-    assert circles(imports) == []
-
-
-def test_packages_import_downwards() -> None:
-    assert upward(read(ROOT)) == []
+def test_packages_import_downwards_and_modules_in_no_circle(tmp_path: Path) -> None:
+    graph = read(ROOT, types=True)
+    # Known imports: relative, through a package, in a function.
+    assert "apex._internal.tree" in graph["apex.parallel._devices"]
+    assert "apex._internal.dtypes" in graph["apex.amp.casting"]
+    assert "apex._core" in graph["apex.cmake_dir"]
+    assert upward(graph) == []
+    graphlib.TopologicalSorter(read(ROOT, types=False)).prepare()  # raises CycleError
 
 
 def _private_names(files: list[Path]) -> set[str]:
@@ -193,71 +140,28 @@ def test_private_names_of_torch_are_listed() -> None:
     assert [name for name in listed if name not in text] == []
 
 
-def test_tests_import_no_test_and_define_helpers_once() -> None:
-    defined: list[str] = []
-    for file in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            helper = isinstance(node, ast.FunctionDef) and node.name in ("run_ranks", "free_port")
-            if helper and file.parent.name == "tests":  # the programs in faults/ run without it
-                defined.append(f"{node.name} in {file.name}")
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [alias.name for alias in node.names]
-                origin = node.module if isinstance(node, ast.ImportFrom) else None
-                tests = [name for name in (origin, *names) if name and name.startswith("test_")]
-                assert tests == [], f"{file.name}:{node.lineno}"
-    assert sorted(defined) == ["free_port in ddp_support.py", "run_ranks in ddp_support.py"]
+#: By folder of cpp/src: the folders and headers whose headers it may include. A header outside of
+#: folders is below all parts.
+BELOW = {
+    "watch": ["distributed/backends.h"],
+    "transport": ["watch/process_state.h", "distributed/backends.h"],
+    "comm": ["transport", "watch", "distributed/backends.h"],
+    "distributed": ["comm", "transport", "watch"],
+}
 
 
-def _tree(root: Path, sources: dict[str, str]) -> Path:
-    for name, text in sources.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import apex.amp.b",
-        "from apex.amp import b",
-        "from apex.amp.b import something",
-        "from . import b",
-        "from .b import something",
-        "def f():\n    from .b import something",
-        "class A:\n    def f(self):\n        import apex.amp.b as other",
-        "import sys\nb = sys.modules.get('apex.amp.b')",
-        "import importlib\nb = importlib.import_module('apex.amp.b')",
-    ],
-)
-def test_circle_is_found_however_it_is_written(tmp_path: Path, text: str) -> None:
-    sources = {
-        "apex/amp/__init__.py": "",
-        "apex/amp/a.py": text,
-        "apex/amp/b.py": "from . import a",
-    }
-    assert circles(read(_tree(tmp_path, sources))) == [["apex.amp.a", "apex.amp.b", "apex.amp.a"]]
-
-
-def test_circle_of_types_is_none_but_leads_upwards(tmp_path: Path) -> None:
-    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import apex.amp.b\n"
-    sources = {"apex/parallel/a.py": types, "apex/amp/b.py": "import apex.parallel.a"}
-    imports = read(_tree(tmp_path, sources))
-    assert circles(imports) == []
-    assert "apex.parallel.a:3 imports apex.amp.b" in upward(imports)
-
-
-def test_circle_through_a_package_is_found(tmp_path: Path) -> None:
-    sources = {
-        "apex/parallel/__init__.py": "from . import a",
-        "apex/parallel/a.py": "from apex.amp import b",
-        "apex/amp/__init__.py": "",
-        "apex/amp/b.py": "from apex.parallel import c",
-        "apex/parallel/c.py": "",
-    }
-    imports = read(_tree(tmp_path, sources))
-    assert circles(imports) == [["apex.amp.b", "apex.parallel", "apex.parallel.a", "apex.amp.b"]]
-    assert upward(imports) == [
-        "apex.parallel.a:1 imports apex.amp",
-        "apex.parallel.a:1 imports apex.amp.b",
-    ]
+def test_parts_in_cpp_include_only_parts_below_them() -> None:
+    wrong, seen = [], 0
+    for part, below in BELOW.items():
+        for source in sorted((SOURCES / part).glob("*.[hc]*")):
+            for header in re.findall(r'^#include "([^"]+)"', source.read_text(), re.M):
+                folder, _, name = header.partition("/")
+                if not name or folder == part:
+                    continue
+                seen += 1
+                if folder not in below and header not in below:
+                    wrong.append(f"{part}/{source.name}: {header}")
+    assert not wrong, wrong
+    assert seen > 30
+    for header in SOURCES.glob("*.h"):
+        assert not re.search(r'^#include "\w+/', header.read_text(), re.M), header.name

@@ -322,19 +322,6 @@ def test_failing_rank_stops_all_and_is_shown(
 
 
 @pytest.mark.processes
-def test_failing_rank_with_a_long_line_only_its_end_is_shown(job: Job) -> None:
-    job.write(
-        "import os, sys\n",
-        'print("x" * 1_000_000, "the end")\n',
-        'sys.exit(3 * int(os.environ["RANK"]))\n',
-    )
-    done = job.run("--nproc=2", "job.py")
-    assert done.returncode == 3
-    assert "x the end\n" in done.stderr
-    assert len(done.stderr) < 100_000
-
-
-@pytest.mark.processes
 @linux_only
 def test_stopped_launcher_leaves_no_process(job: Job) -> None:
     job.write(MEET, WAIT)

@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,32 +38,33 @@ def test_installation_as_it_is_accepted() -> None:
     assert _build_info.version == apex.__version__
 
 
-def test_installation_other_torch_version_names_both_and_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend(monkeypatch)
-    _check.installation()  # the simulation itself passes
-    pretend(monkeypatch, torch_version="1.2.3+cpu")
-    with pytest.raises(ImportError) as error:
-        _check.installation()
-    message = str(error.value)
-    assert "1.2.3+cpu" in message and str(torch.__version__) in message
-    assert "pip install --no-build-isolation --force-reinstall" in message
-    assert "\n" not in message
+BUILDS: list[tuple[dict[str, object], str]] = [
+    (
+        {"torch_version": "1.2.3+cpu"},
+        rf"1\.2\.3\+cpu.*{re.escape(str(torch.__version__))}.*pip install --no-build-isolation",
+    ),
+    (
+        {"cxx11_abi": not torch.compiled_with_cxx11_abi()},
+        "_GLIBCXX_USE_CXX11_ABI=.*pip install",
+    ),
+    (
+        {"with_cuda": True, "cuda_version": "9.9"},
+        "CUDA parts of apex were built .* CUDA 9.9.*rebuild",
+    ),
+]
 
 
-def test_installation_other_patch_release_of_torch_accepted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("facts", "message"), BUILDS, ids=lambda value: str(value)[:20])
+def test_installation_that_does_not_fit_names_both_and_the_remedy_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], message: str
 ) -> None:
     minor = ".".join(str(torch.__version__).split(".")[:2])
     pretend(monkeypatch, torch_version=f"{minor}.99+cpu")
-    _check.installation()
-
-
-def test_installation_cuda_parts_of_another_cuda_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, with_cuda=True, cuda_version="9.9")
-    with pytest.raises(ImportError, match="CUDA parts of apex were built .* CUDA 9.9.*rebuild"):
+    _check.installation()  # another patch release fits
+    pretend(monkeypatch, **facts)
+    with pytest.raises(ImportError, match=message) as error:
         _check.installation()
+    assert "\n" not in str(error.value)
 
 
 def test_installation_without_cuda_parts_warns_beside_a_torch_for_cuda(
@@ -79,15 +81,6 @@ def test_installation_without_cuda_parts_warns_beside_a_torch_for_cuda(
     message = str(warned[0].message)
     assert "without its CUDA parts (APEX_CUDA is OFF)" in message
     assert "install nvcc of CUDA 13.0 and rebuild apex with `pip install" in message
-
-
-def test_installation_other_cxx_abi_names_both_and_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend(monkeypatch, cxx11_abi=not torch.compiled_with_cxx11_abi())
-    with pytest.raises(ImportError, match="_GLIBCXX_USE_CXX11_ABI=.*pip install") as error:
-        _check.installation()
-    assert "\n" not in str(error.value)
 
 
 def test_installation_other_distribution_named_apex_refused(

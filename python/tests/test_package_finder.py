@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from package_support import CMAKE, ROOT, cmake, make_torch, words
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
@@ -39,16 +38,6 @@ def configure(tmp_path: Path, *options: str, **environment: str) -> tuple[int, s
     """Configure this project, without tests."""
     off = [f"-DAPEX_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES")]
     return cmake("-S", str(ROOT), "-B", str(tmp_path / "build"), *off, *options, **environment)
-
-
-def test_finder_torch_of_this_environment_described_right(tmp_path: Path) -> None:
-    found = find(tmp_path, f"-DPython_EXECUTABLE={sys.executable}")
-    assert Path(found["PREFIX"]) == Path(torch.__file__).parent
-    assert found["FULL_VERSION"] == str(torch.__version__)
-    assert found["CXX11_ABI"] == str(int(torch.compiled_with_cxx11_abi()))
-    assert (found["CUDA"], found["CUDA_VERSION"]) == (
-        ("ON", torch.version.cuda) if torch.version.cuda else ("OFF", "")
-    )
 
 
 @pytest.mark.parametrize(

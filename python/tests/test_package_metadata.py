@@ -69,23 +69,6 @@ def test_source_distribution_fits_every_torch(metadata: ModuleType) -> None:
     assert metadata.Provider().dynamic_wheel({}) == {"dependencies": True}
 
 
-def test_wheel_that_pip_builds_of_a_source_distribution_has_its_version(
-    metadata: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("Libtorch_ROOT", str(make_torch(tmp_path / "torch", "2.13.0+cpu")))
-    header = tmp_path / "cpp" / "include" / "apex" / "version.h"
-    header.parent.mkdir(parents=True)
-    header.write_text((ROOT / "cpp" / "include" / "apex" / "version.h").read_text())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PIP_BUILD_TRACKER", str(tmp_path))
-    assert fields(metadata, "wheel")["version"] == f"{apex.__version__}+torch2.13.cpu"
-    (tmp_path / "PKG-INFO").touch()
-    assert fields(metadata, "wheel") == {
-        "version": apex.__version__,
-        "dependencies": ["torch==2.13.*"],
-    }
-
-
 def test_no_torch_ends_in_a_sentence(metadata: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="run `pip install torch`, then build with --no-build"):

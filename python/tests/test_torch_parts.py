@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoints
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks
+from ddp_support import RankPool, check, check_equal
 from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.parallel import DistributedDataParallel
@@ -99,30 +98,3 @@ def _names(rank: int, world: int) -> None:
 
 def test_distributed_checkpoint_names_are_those_of_state_dict(ranks: RankPool) -> None:
     ranks.run(2, _names)
-
-
-def _shards(rank: int, world: int, name: str) -> None:
-    kind, options = OPTIMIZERS[name]
-    plain = DistributedDataParallel(network(rank))
-    start = copy.deepcopy(plain.module)
-    sharded = DistributedDataParallel(network(rank))
-    zero = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class=kind, **options)
-    optimizer = make(name, plain)
-    train(plain, optimizer, range(3), rank)
-    train(sharded, zero, range(3), rank)
-    # A second optimizer resumes from the state that rank 0 has gathered.
-    zero.consolidate_state_dict(to=0)
-    message = [zero.state_dict() if rank == 0 else None]
-    torch.distributed.broadcast_object_list(message)
-    again = ZeroRedundancyOptimizer(sharded.parameters(), optimizer_class=kind, **options)
-    again.load_state_dict(message[0])
-    train(plain, optimizer, range(3, 5), rank)
-    train(sharded, again, range(3, 5), rank)
-    check_same_parameters(sharded.module, plain.module, start)
-    check_same_on_all_ranks(list(sharded.parameters()), "sharded")
-
-
-@pytest.mark.parametrize("name", ["adam", "novograd", "adagrad", "sgd"])
-def test_zero_redundancy_optimizer_equals_the_optimizer_alone(ranks: RankPool, name: str) -> None:
-    """Not LAMB, which clips by the norm of all gradients, because a shard has only its own."""
-    ranks.run(2, _shards, name)
