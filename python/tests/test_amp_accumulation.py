@@ -72,22 +72,6 @@ def test_context_inside_one_of_the_same_optimizer_is_refused(level: str) -> None
         assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_parameter_in_two_optimizers_is_unscaled_once(level: str, times: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    model, optimizers = amp.initialize(
-        model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0
-    )
-    for _ in range(times):
-        _backward(model, optimizers)
-    for optimizer in optimizers:
-        for grad in _grads(optimizer):
-            assert torch.equal(grad, torch.full_like(grad, 2.0 * times))
-
-
 def _two_models(level: str) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
     models = [nn.Linear(5, 2) for _ in range(2)]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -89,15 +88,6 @@ def test_axpby_is_computed_wide_and_rounded_once(
         assert torch.equal(out, (x.to(wide) * 2.0 + y.to(wide) * -0.3).to(out_type))
 
 
-def test_axpby_averages_weights_in_place() -> None:
-    # The exponential moving averages of DeepLearningExamples.
-    average, weights = tensors(torch.float32), tensors(torch.float32, seed=1)
-    expected = [0.75 * a + 0.25 * w for a, w in zip(average, weights, strict=True)]
-    flag = torch.zeros(1, dtype=torch.int32)
-    amp_C.multi_tensor_axpby(CHUNK, flag, [average, weights, average], 0.75, 0.25, -1)
-    assert all(map(torch.equal, average, expected))
-
-
 @pytest.mark.parametrize("checked", [-1, 0, 1])
 @pytest.mark.parametrize("place", [0, 1])
 def test_axpby_looks_for_overflow_where_it_is_told_to(checked: int, place: int) -> None:
@@ -171,17 +161,6 @@ def test_l2norm_that_is_not_finite_sets_the_flag_like_apexs_kernel(
     assert flag.item() == 1, "the script clears it"
 
 
-def test_operations_take_parameters_and_record_nothing() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    out = torch.zeros(3)
-    amp_C.multi_tensor_scale(CHUNK, torch.zeros(1), [[weight], [out]], 2.0)
-    amp_C.multi_tensor_axpby(CHUNK, torch.zeros(1), [[weight], [out], [weight]], 1.0, 1.0, -1)
-    total, _ = amp_C.multi_tensor_l2norm(CHUNK, torch.zeros(1), [[weight]])
-    assert not out.requires_grad and not total.requires_grad and weight.is_leaf
-    assert weight.tolist() == [3.0] * 3
-
-
 def test_operations_take_strided_views() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     out = torch.zeros(4, 3).t()
@@ -229,18 +208,6 @@ def test_tensors_that_would_be_broadcast_are_refused_and_nothing_is_written() ->
 def test_unknown_name_of_amp_c_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'amp_C' has no attribute 'no_such_kernel'"):
         amp_C.no_such_kernel  # noqa: B018
-
-
-def test_functions_have_apexs_order_of_arguments() -> None:
-    orders = {
-        "multi_tensor_scale": "scale",
-        "multi_tensor_axpby": "a b arg_to_check",
-        "multi_tensor_l2norm": "per_tensor",
-        "multi_tensor_unscale_l2norm": "inv_scale per_tensor",
-    }
-    for name, rest in orders.items():
-        parameters = list(inspect.signature(getattr(amp_C, name)).parameters)
-        assert parameters == ["chunk_size", "overflow_buf", "tensor_lists", *rest.split()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

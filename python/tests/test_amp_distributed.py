@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from apex import amp
 from apex.amp import _amp_state
 from apex.fp16_utils import FP16_Optimizer
-from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -130,38 +129,6 @@ def _fp16_optimizer(rank: int, world: int) -> None:
 
 def test_fp16_optimizer_overflow_on_one_rank_skips_on_all() -> None:
     run_ranks(2, _fp16_optimizer)
-
-
-WRAPPERS = {
-    "apex": DistributedDataParallel,
-    "torch": nn.parallel.DistributedDataParallel,
-}
-
-
-def _wrapped(rank: int, world: int) -> None:
-    for name in WRAPPERS:
-        for level in ("O1", "O2"):
-            _wrapped_at(rank, level, name)
-
-
-def _wrapped_at(rank: int, level: str, wrapper: str) -> None:
-    model, optimizer = build(level)
-    wrapped = WRAPPERS[wrapper](model)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.full((2, 3), float("inf") if (rank, step) == (1, 1) else 0.5 + rank / 4)
-        before = model.weight.detach().clone()
-        with amp.scale_loss(wrapped(x).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert torch.equal(before, model.weight) == (step == 1), (wrapper, level, step)
-        assert model.weight.isfinite().all()
-        assert_same_on_all_ranks(model.weight.float().sum().item())
-    assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
-
-
-def test_wrapped_model_overflow_on_one_rank_skips_on_all() -> None:
-    run_ranks(2, _wrapped)
 
 
 def _loaded_on_one_rank(rank: int, world: int) -> None:

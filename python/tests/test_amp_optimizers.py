@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -520,32 +519,10 @@ def test_zero_redundancy_optimizer_with_master_weights_is_refused(how: str, one_
     assert model.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("level", ["O1", "O3-bf16"])
-def test_zero_redundancy_optimizer_without_master_weights_trains(
-    level: str, one_rank: None
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = model.bias.item()
-    with amp.scale_loss(model(X).sum() * 2.0**-4, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert model.bias.item() == pytest.approx(before - 0.1 * 2 * 2.0**-4, rel=1e-2)
-
-
-@pytest.mark.parametrize("around", ["amp O0", "amp O2", "LARC", "amp O2 LARC"])
-def test_zero_grad_sets_zeros_if_set_grad_none_is_false(around: str, one_rank: None) -> None:
+def test_zero_grad_sets_zeros_if_set_grad_none_is_false() -> None:
     model: nn.Module = Toy(0.0)
     optimizer: Any = FusedAdagrad(model.parameters(), set_grad_none=False)
-    if "LARC" in around:
-        optimizer = LARC(optimizer)
-    if "amp" in around:
-        level = around.split()[1]
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert list(inspect.signature(optimizer.zero_grad).parameters) == ["set_to_none"]
-    for argument in (None, True, False):
-        model(X).backward()
-        optimizer.zero_grad(*(() if argument is None else (argument,)))
-        for param in model.parameters():
-            assert (param.grad is None) if argument else not param.grad.any()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward(model, optimizer)
+    optimizer.zero_grad()
+    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())

@@ -32,15 +32,6 @@ def test_dynamic_scaler_follows_the_documented_policy() -> None:
     assert history == list(zip(scales, [1, 2, 0, 1, 2, 0, 1], strict=True))
 
 
-def test_dynamic_scaler_default_window_is_2000() -> None:
-    scaler = LossScaler("dynamic")
-    scaler._unskipped = 1998
-    update(scaler, overflow=False)
-    assert scaler.loss_scale() == 2.0**16
-    update(scaler, overflow=False)
-    assert scaler.loss_scale() == 2.0**17 and scaler._unskipped == 0
-
-
 def test_dynamic_scaler_starts_at_most_at_the_cap_and_keeps_limits() -> None:
     scaler = LossScaler("dynamic", max_loss_scale=1024.0, min_loss_scale=512.0, scale_window=1)
     assert scaler.loss_scale() == 1024.0

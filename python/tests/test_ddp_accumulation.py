@@ -135,34 +135,6 @@ def test_accumulation_equals_big_batch_bit_for_bit(
     ranks.run(world, _bit_for_bit, micros)
 
 
-def _rounds_once(rank: int, world: int, dtype: torch.dtype) -> None:
-    """With two ranks there is one rounding, that of one addition: (a + b) / 2."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(50, generator=generator).to(dtype) for _ in range(2 * 3)]
-
-    class Vector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(50, dtype=dtype))
-            self.other = nn.Parameter(torch.zeros(50, dtype=dtype))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.weight * x).sum() + (self.other * (x + 1)).sum()
-
-    ddp = DistributedDataParallel(Vector())
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(inputs[2 * step + rank]).backward()
-        a, b = inputs[2 * step], inputs[2 * step + 1]
-        check_equal(ddp.module.weight.grad, (a + b) / 2, f"step {step}")
-        check_equal(ddp.module.other.grad, ((a + 1) + (b + 1)) / 2, f"step {step}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_average_of_two_ranks_rounds_once(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(2, _rounds_once, dtype)
-
-
 # --- accumulated sums that would be reduced twice ---
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 from ddp_models import build, data
 from ddp_support import (
     RankPool,
-    check_equal,
     check_gradients,
     check_same_on_all_ranks,
     gradients,
@@ -79,39 +77,3 @@ def test_checkpointing_overlaps_as_much_as_without(ranks: RankPool, how: str) ->
     for reentrant in (False, True):
         with_it = ranks.run(2, _trains, how, reentrant)[0]
         assert with_it["launched_in_backward"] == plain["launched_in_backward"]
-
-
-def _module_returns_nothing_known(rank: int, world: int) -> None:
-    """The loss does not pass through a known output, so only gradients reveal the backward."""
-
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = build(Blocks)
-            self.result: Tensor | None = None
-
-        def forward(self, x: Tensor) -> str:
-            self.result = self.blocks(x)
-            return "see .result"
-
-    model = Hidden()
-    model.blocks.how = "each"
-    ddp = DistributedDataParallel(model, message_size=20)
-    for step in range(3):
-        locally = []
-        for r in range(world):
-            plain = copy.deepcopy(model)
-            plain.zero_grad()
-            plain(data(r, step))
-            plain.result.sum().backward()
-            locally.append(gradients(plain))
-        model.result = None
-        ddp.zero_grad()
-        check_equal(ddp(data(rank, step)), "see .result", "output")
-        model.result.sum().backward()
-        model.result = None
-        check_gradients(ddp, mean_over_ranks(locally), f"step {step}", 1e-5)
-
-
-def test_checkpointing_unknown_output_averages(ranks: RankPool) -> None:
-    ranks.run(2, _module_returns_nothing_known)

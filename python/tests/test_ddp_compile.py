@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -183,10 +184,7 @@ def test_compile_several_buckets_launches_between_pieces(
 def _is_whole(rank: int, world: int, how: str) -> None:
     pieces = Pieces()
     model = stack_of("stack")
-    registry = _compile.registry
     try:
-        if how == "no_interface":
-            _compile.registry = _compile._find_registry(object())
         torch._dynamo.config.optimize_ddp = how != "turned_off"
         options = {"delayed": {"delay_allreduce": True}, "one_bucket": {"message_size": 9 * LAYER}}
         ddp, called = wrap(model, pieces, True, **options.get(how, {}))
@@ -194,7 +192,6 @@ def _is_whole(rank: int, world: int, how: str) -> None:
             pieces.launched = []
             check_compiled_step(model, called, rank, step)
     finally:
-        _compile.registry = registry
         torch._dynamo.config.optimize_ddp = True
     # torch splits off a first piece of 1 MiB, for any bucket size.
     check_equal(pieces.graphs, 2 if how == "one_bucket" else 1, "graphs")
@@ -202,7 +199,7 @@ def _is_whole(rank: int, world: int, how: str) -> None:
 
 
 @splits
-@pytest.mark.parametrize("how", ["turned_off", "delayed", "no_interface", "one_bucket"])
+@pytest.mark.parametrize("how", ["turned_off", "delayed", "one_bucket"])
 def test_compile_nothing_to_overlap_keeps_the_graph(ranks: RankPool, how: str) -> None:
     ranks.run(2, _is_whole, how, timeout_s=TIMEOUT_S)
 
@@ -215,27 +212,6 @@ def test_compile_this_torch_asks_for_the_wrapper() -> None:
 
 
 # --- shapes, dtypes, backends ---
-
-
-def _varies(rank: int, world: int, dynamic: bool | None, inside: bool) -> None:
-    pieces = Pieces()
-    model = stack_of("stack")
-    ddp, called = wrap(model, pieces, inside, dynamic)
-    for step, rows in enumerate([3, 5, 2, 7, 5]):
-        check_compiled_step(model, called, rank, step, rows)
-    # With dynamic shapes, one set of graphs for any number of rows. Otherwise one more for the
-    # first.
-    sets = 1 if dynamic else 2
-    check(pieces.graphs % sets == 0 and pieces.graphs // sets >= 3, f"{pieces.graphs} graphs")
-
-
-@splits
-@pytest.mark.parametrize("dynamic", [None, True], ids=["found_out", "told"])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_compile_dynamic_shapes_averages(
-    ranks: RankPool, inside: bool, dynamic: bool | None
-) -> None:
-    ranks.run(2, _varies, dynamic, inside, timeout_s=TIMEOUT_S)
 
 
 def _inductor(rank: int, world: int, inside: bool) -> None:
@@ -321,24 +297,35 @@ def test_compile_active_wrapper_is_restored(ranks: RankPool) -> None:
     ranks.run(2, _tells)
 
 
-def _has_bytes(rank: int, world: int) -> None:
-    floor = 1 << 20
-    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
-    for options, wanted in [
-        ({}, 8 * floor),
-        ({"message_size": 500_000}, 2_000_000),
-        ({"message_size": 10}, floor),
-        ({"bucket_cap_mb": 3}, 3 * floor),
-        ({"bucket_cap_mb": 0.1}, floor),
-    ]:
-        cap = DistributedDataParallel(model, **options).bucket_bytes_cap
-        check_equal(cap, wanted, f"bucket_bytes_cap with {options}")
-    half = DistributedDataParallel(nn.Linear(4, 4).half(), message_size=9_000_000)
-    check_equal(half.bucket_bytes_cap, 18_000_000, "bucket_bytes_cap of float16")
+class Meets(nn.Module):
+    """Waits for another thread within forward."""
+
+    def __init__(self, entered: threading.Event, leaves: threading.Event) -> None:
+        super().__init__()
+        self.layer, self.entered, self.leaves = nn.Linear(2, 2), entered, leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        self.leaves.wait()
+        return self.layer(x)
 
 
-def test_compile_bucket_bytes_follow_the_options(ranks: RankPool) -> None:
-    ranks.run(2, _has_bytes)
+def _overlapping_forwards(rank: int, world: int) -> None:
+    first, second, last = threading.Event(), threading.Event(), threading.Event()
+    wrappers = [DistributedDataParallel(Meets(*own)) for own in ((first, second), (second, last))]
+    threads = [threading.Thread(target=one, args=(torch.ones(1, 2),)) for one in wrappers]
+    threads[0].start()
+    first.wait()
+    threads[1].start()
+    threads[0].join()
+    last.set()
+    threads[1].join()
+    check(nn.parallel.DistributedDataParallel._get_active_ddp_module() is None, "left over")
+
+
+@splits
+def test_compile_active_wrapper_is_restored_after_forwards_of_two_threads(ranks: RankPool) -> None:
+    ranks.run(2, _overlapping_forwards)
 
 
 EAGER = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import unittest.mock
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from ddp_models import build, data
 from ddp_support import RankPool, bucket_names, check, check_equal, check_step, raises
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, Reducer, _engine
+from apex.parallel import DistributedDataParallel, Reducer
 
 pytestmark = pytest.mark.processes
 
@@ -127,24 +126,6 @@ def test_options_that_differ_between_ranks_raise(
     ranks: RankPool, name: str, values: list[Any], said: str
 ) -> None:
     ranks.run(2, _other_options, name, values, said)
-
-
-def _overlapping(rank: int, world: int) -> None:
-    """torch would name the new group by the number of groups, and rank 0 has more groups."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
-    if rank == 1:
-        return
-    with (
-        unittest.mock.patch.object(_engine, "over_gloo", lambda *_: False),
-        raises(
-            ValueError, "belong to different numbers of process groups", "num_allreduce_streams=1"
-        ),
-    ):
-        DistributedDataParallel(build(), process_group=groups[1], num_allreduce_streams=2)
-
-
-def test_streams_on_overlapping_groups_are_refused(ranks: RankPool) -> None:
-    ranks.run(3, _overlapping)
 
 
 def _other_buffers(rank: int, world: int, name: str) -> None:
@@ -325,21 +306,6 @@ def _other_dtype_of_gradients(rank: int, world: int) -> None:
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_other_dtype_of_gradients_names_the_parameter(ranks: RankPool) -> None:
     ranks.run(2, _other_dtype_of_gradients)
-
-
-def _integers(rank: int, world: int) -> None:
-    model = build()
-    model.table = nn.Parameter(torch.full((5,), rank), requires_grad=False)
-    model.flag = nn.Parameter(torch.tensor([rank == 0]), requires_grad=False)
-    ddp = DistributedDataParallel(model)
-    check_equal(model.table.data, torch.zeros(5, dtype=torch.int64), "broadcast integers")
-    check_equal(model.flag.data, torch.tensor([True]), "broadcast flag")
-    for step in range(2):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-
-
-def test_integer_parameter_frozen_is_fine(ranks: RankPool) -> None:
-    ranks.run(2, _integers)
 
 
 def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:

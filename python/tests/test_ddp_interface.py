@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from typing import Any
@@ -98,24 +97,6 @@ def _copies(rank: int, world: int, how: str, trained: bool) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
 def test_copy_of_the_wrapper_trains(ranks: RankPool, how: str, trained: bool) -> None:
     ranks.run(2, _copies, how, trained)
-
-
-def _shallow(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(SPEC.make(), message_size=30)
-    check_step(ddp, _loss, "before")
-    twin = copy.copy(ddp)
-    check(twin.module is ddp.module, "a shallow copy has a module of its own")
-    check_step(twin, _loss, "the copy")
-    statistics = ddp.statistics()
-    check_step(twin, _loss, "the copy again")
-    check_equal(ddp.statistics(), statistics, "what the original has done")
-    del twin
-    gc.collect()
-    check_step(ddp, _loss, "the original")
-
-
-def test_shallow_copy_of_the_wrapper_has_an_engine_of_its_own(ranks: RankPool) -> None:
-    ranks.run(2, _shallow)
 
 
 def test_pickled_wrapper_without_group_evaluates(ranks: RankPool) -> None:

@@ -12,7 +12,6 @@ from ddp_join_support import Counter, batch, make, reference_step
 from ddp_support import (
     RankPool,
     check,
-    check_equal,
     check_near,
     check_same_on_all_ranks,
     gradients,
@@ -97,25 +96,6 @@ def test_join_buffers_are_those_of_a_rank_that_had_data_to_the_end(ranks: RankPo
     ranks.run(2, _counts)
 
 
-def _keeps_results(rank: int, world: int) -> None:
-    for options in OPTIONS:
-        ddp = DistributedDataParallel(make(), **options)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with ddp.join():
-            for step in range(2):
-                optimizer.zero_grad()
-                ddp(batch(rank, step)).square().sum().backward()
-                before = gradients(ddp)
-        check_equal(gradients(ddp).keys(), before.keys(), "gradients")
-        for name, grad in gradients(ddp).items():
-            check(torch.equal(grad, before[name]), f"{name} has changed")
-        check_equal(ddp.statistics()["backwards"], 2, "backwards")
-
-
-def test_join_that_is_even_leaves_gradients_and_counts_alone(ranks: RankPool) -> None:
-    ranks.run(2, _keeps_results)
-
-
 def _no_sync_differs(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     reference = to_reference(ddp.module)
@@ -155,23 +135,6 @@ def _fails_in_backward(rank: int, world: int) -> None:
 
 def test_join_exception_in_backward_ends_all_ranks(ranks: RankPool) -> None:
     ranks.run(3, _fails_in_backward)
-
-
-def _keeps_sparse_buffers(rank: int, world: int) -> None:
-    model = make()
-    model.register_buffer("adjacency", (torch.eye(3) * (rank + 1)).to_sparse())
-    model.register_buffer("flag", torch.tensor(rank))
-    ddp = DistributedDataParallel(model)
-    with ddp.join():
-        for step in range(1 + rank):
-            ddp.zero_grad()
-            ddp(batch(rank, step)).sum().backward()
-    check_equal(model.flag.item(), world - 1, "a buffer, of the last rank with data")
-    check_equal(model.adjacency.to_dense().sum().item(), 3.0 * (rank + 1), "a sparse buffer")
-
-
-def test_join_leaves_sparse_buffers_alone(ranks: RankPool) -> None:
-    ranks.run(2, _keeps_sparse_buffers)
 
 
 # --- the edges ---

@@ -123,36 +123,6 @@ def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
 # --- copies ---
 
 
-class State:
-    def __init__(self) -> None:
-        self.calls = [0]
-
-
-def _counts(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
-    state.calls[0] += 1
-    return _averages(state, bucket)
-
-
-def _copies_state(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-    state = State()
-    ddp.module.state = state  # also referenced elsewhere; the copy must refer to the same object
-    ddp.register_comm_hook(state, _counts)
-    for step in range(2):
-        check_step(ddp, _loss, f"the original, step {step}")
-    twin = copy.deepcopy(ddp)
-    calls = state.calls[0]
-    for step in range(2):
-        check_step(twin, _loss, f"the copy, step {step}")
-    check_equal(state.calls[0], calls, "calls with the original's state")
-    check(twin.module.state.calls[0] > calls, "the copy's state was not called")
-    check_step(ddp, _loss, "the original again")
-
-
-def test_copy_has_a_copy_of_its_hooks_state(ranks: RankPool) -> None:
-    ranks.run(2, _copies_state)
-
-
 def _shares_state(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_group(), 1000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -206,23 +205,6 @@ class _Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.large.square().sum() * x[0, 0] + self.small.square().sum() * x[0, 1]
-
-
-def _resized(rank: int, world: int, options: dict[str, Any]) -> None:
-    """The strides stay the same."""
-    ddp = DistributedDataParallel(_Scale(), **options)
-    for rows in (3, 4, 1, 1, 5):
-        ddp.module.small.data = torch.ones(rows, 2)
-        ddp.module.large.data = torch.ones(1000 * rows, 10)
-        ddp.zero_grad()
-        check_step(ddp, lambda model, rank: model(data(rank)), f"{rows} rows")
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"gradient_as_bucket_view": True}, {"message_size": 1}, {"delay_allreduce": True},
-], ids=str)  # fmt: skip
-def test_data_of_another_shape_makes_a_new_plan(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks.run(2, _resized, options)
 
 
 class _Words(nn.Module):

@@ -42,43 +42,6 @@ def _average(
     return work.get_future().then(lambda f: f.value()[0])
 
 
-def _result_is_refused(rank: int, world: int, changes: bool) -> None:
-    """Rank 0's hook yields too few elements, or the last rank alone has frozen a parameter, of
-    which every rank is notified first."""
-    ddp = DistributedDataParallel(build(), process_group=_group(), message_size=20)
-    fails = [False]
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        future = _average(world, bucket)
-        return future.then(lambda f: f.value()[1:]) if fails[0] and rank == 0 else future
-
-    ddp.register_comm_hook(None, hook)
-    for step in range(5):
-        fails[0] = step == 2
-        if not fails[0]:
-            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-            continue
-        if changes and rank == world - 1:
-            ddp.module.layers[1].weight.requires_grad_(False)
-        ddp.zero_grad()
-        if changes:
-            with raises(RuntimeError, f"'layers.1.weight' is frozen on rank {world - 1}"):
-                _loss(ddp, rank, step).backward()
-        elif rank == 0:
-            with raises(Exception, "elements"):
-                _loss(ddp, rank, step).backward()
-        else:
-            _loss(ddp, rank, step).backward()
-        ddp.zero_grad()
-        ddp.module.layers[1].weight.requires_grad_(True)
-
-
-@pytest.mark.parametrize("changes", [False, True], ids=["alone", "frozen"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_result_of_a_hook_that_one_rank_refuses(ranks: RankPool, world: int, changes: bool) -> None:
-    ranks.run(world, _result_is_refused, changes)
-
-
 def _hook_fails(rank: int, world: int, way: str, at: int, everywhere: bool, shared: bool) -> None:
     """Every rank raises in the same step, with rank, bucket and cause, and the wrapper has failed
     for good."""
@@ -139,45 +102,3 @@ def _hook_is_interrupted(rank: int, world: int) -> None:
 
 def test_hook_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
     ranks.run(2, _hook_is_interrupted)
-
-
-def _fail(_: Tensor) -> None:
-    raise ArithmeticError("in backward")
-
-
-def _chained_hook(rank: int, world: int, failing: int, at: int) -> None:
-    """Each bucket takes two collectives. The failing rank launches the remaining buckets in the
-    order of its peers, so after the second collective of the previous bucket."""
-    group = _group()
-    ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
-
-    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer().div_(world)
-
-        def rest(f: Any) -> Tensor:
-            dist.all_reduce(buffer[1:], group=group, async_op=True).get_future().wait()
-            return buffer
-
-        return dist.all_reduce(buffer[:1], group=group, async_op=True).get_future().then(rest)
-
-    ddp.register_comm_hook(None, hook)
-    for step in range(6):
-        if step not in (1, 3, 4):
-            check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-            continue
-        ddp.zero_grad()
-        handle = None
-        if rank == failing:
-            handle = ddp.module.layers[at].bias.register_hook(_fail)
-        with raises(Exception, "in backward" if rank == failing else "ended by an exc"):
-            _loss(ddp, rank, step).backward()
-        if handle is not None:
-            handle.remove()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_chained_hook_when_one_backward_fails_leaves_the_next_step_right(
-    ranks: RankPool, failing: int, at: int
-) -> None:
-    ranks.run(3, _chained_hook, failing, at)

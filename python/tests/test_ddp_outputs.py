@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from ddp_models import build, data
 from ddp_support import RankPool, alone, check, check_near, gradients, mean_over_ranks
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from apex.parallel import DistributedDataParallel
 
@@ -51,6 +53,10 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "namedtuple": (lambda y: Pair(None, y), lambda o: o.second),
     "dataclass": (lambda y: Result(y.detach(), {"p": [y]}), lambda o: o.parts["p"][0]),
     "slotted": (lambda y: Slotted(y), lambda o: o.value),
+    "deque": (lambda y: deque([y], maxlen=5), lambda o: o[0]),
+    "user_dict": (lambda y: UserDict(x=y), lambda o: o["x"]),
+    "return_type": (lambda y: torch.sort(y), lambda o: o.values),
+    "packed": (lambda y: pack_sequence([y]), lambda o: o.data),
     "model_output": (lambda y: ModelOutput(loss=None, logits=y), lambda o: o.logits),
 }
 

@@ -27,9 +27,7 @@ from several_support import Net, batch
 from torch import nn
 
 from apex._internal import groups
-from apex._internal.groups import timeout_of
-from apex.parallel import DistributedDataParallel, create_syncbn_process_group
-from apex.parallel.syncbn_group import default_group
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -68,32 +66,6 @@ def test_wrapper_is_dropped_the_other_one_averages(ranks: RankPool, how: str, en
     ranks.run(2, _wrapper_is_dropped, how, ends)
 
 
-def _streams(rank: int, world: int) -> None:
-    """Pairs of ranks with their own communicators. Each pair averages its own gradients."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(rank)
-    model = Net()
-    mine = pairs[rank // 2]
-    ddp = DistributedDataParallel(
-        model, message_size=1, num_allreduce_streams=3, process_group=mine
-    )
-    first = rank // 2 * 2
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(batch(rank, step)).square().mean().backward()
-        reference = to_reference(model)
-        for r in (first, first + 1):
-            (reference(batch(r, step).double()).square().mean() / 2).backward()
-        expected = gradients(reference)
-        for name, grad in gradients(model).items():
-            check_near(grad, expected[name], f"step {step}: {name}")
-    dist.barrier()
-
-
-def test_several_communicators_on_subgroups_average_their_own(ranks: RankPool) -> None:
-    ranks.run(4, _streams)
-
-
 def _streams_of_eager_nccl(rank: int, world: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank > 1:  # the other pair creates no wrapper
@@ -119,18 +91,6 @@ def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_rank
     ranks: RankPool,
 ) -> None:
     ranks.run(4, _streams_of_eager_nccl)
-
-
-def _timeouts(rank: int, world: int) -> None:
-    """Every group that the package creates has the timeout of its parent group."""
-    wanted = timeout_of(dist.group.WORLD)
-    check(wanted is not None and wanted.total_seconds() != 1800, "the pool's timeout is torch's")
-    for group in (default_group(), create_syncbn_process_group(1), create_syncbn_process_group(2)):
-        check_equal(timeout_of(group), wanted, group.group_name)
-
-
-def test_groups_of_the_package_inherit_the_timeout(ranks: RankPool) -> None:
-    ranks.run(2, _timeouts)
 
 
 def _streams_of_two_backends(rank: int, world: int) -> None:

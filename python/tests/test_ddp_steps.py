@@ -7,18 +7,15 @@ rank."""
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import pytest
 import torch
-from ddp_steps_support import backward, batch, make, mean_gradients, raised
+from ddp_steps_support import backward, batch, make, raised
 from ddp_support import (
     RankPool,
     check_equal,
-    check_near,
     check_same_on_all_ranks,
-    gradients,
     notices,
 )
 
@@ -116,30 +113,6 @@ def _last_backward_extra(rank: int, world: int) -> None:
 
 def test_extra_backward_on_one_rank_raises_on_all(ranks: RankPool) -> None:
     ranks.run(3, _last_backward_extra)
-
-
-def _no_misstep(rank: int, world: int) -> None:
-    """Allowed differences between ranks: evaluation, and loading the same values."""
-    ddp = DistributedDataParallel(make(seed=rank))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(6):
-        if rank == step % world:
-            ddp.eval()
-            ddp(batch(rank, 9))  # with gradients
-            with torch.no_grad():
-                ddp(batch(rank, 9))
-            ddp.train()
-        if rank == 2 and step == 3:
-            ddp.load_state_dict({k: v.clone() for k, v in ddp.state_dict().items()})
-        expected = mean_gradients(ddp.module, world, step)
-        _train(ddp, optimizer, rank, step)
-        for name, grad in gradients(ddp.module).items():
-            check_near(grad, expected[name], f"step {step}, {name}")
-    check_same_on_all_ranks(list(ddp.parameters()), "afterwards")
-
-
-def test_ranks_that_evaluate_and_load_differently_do_not_raise(ranks: RankPool) -> None:
-    ranks.run(3, _no_misstep)
 
 
 def _unchecked(rank: int, world: int) -> None:
@@ -261,51 +234,3 @@ def _optimizers_for_one_step(rank: int, world: int) -> None:
 
 def test_optimizers_made_for_one_step_do_not_raise(ranks: RankPool) -> None:
     ranks.run(2, _optimizers_for_one_step)
-
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-def _late_between_wrappers(rank: int, world: int, which: list[int], skips: bool) -> None:
-    """The reports of wrappers differ, and a rank is late between them, long enough for the others
-    to check the wrappers that they do not wait for."""
-    wrappers = [DistributedDataParallel(torch.nn.Linear(6, 6)) for _ in range(2)]
-    error = None
-    for step in range(5):
-        for wrapper in wrappers:
-            wrapper.zero_grad()
-        if step >= 2 and rank == 0:  # writes the same values, as a sharded optimizer does
-            for i in which:
-                for parameter in wrappers[i].parameters():
-                    parameter.detach().mul_(1)
-        if skips and step == 3 and rank == 1:
-            for parameter in (p for w in wrappers for p in w.parameters()):
-                parameter.detach().add_(1)
-        late = 1.0 if rank == 1 and step in (2, 3) else 0.0
-        out = wrappers[1](Slow.apply(wrappers[0](batch(rank, step)), late))
-        try:
-            out.square().sum().backward()
-        except RuntimeError as caught:
-            error = caught
-            break
-    if skips:
-        raised("the ranks are out of step: rank ", error)
-    elif error is not None:
-        raise error
-
-
-@pytest.mark.parametrize("skips", [False, True], ids=["harmless", "skips"])
-@pytest.mark.parametrize("which", [[0, 1], [0], [1]], ids=["both", "first", "second"])
-def test_rank_that_is_late_between_wrappers_whose_facts_differ(
-    ranks: RankPool, which: list[int], skips: bool
-) -> None:
-    ranks.run(2, _late_between_wrappers, which, skips)

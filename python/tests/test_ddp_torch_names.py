@@ -156,21 +156,6 @@ def test_device_mesh_is_kept_and_left_behind_by_copies(ranks: RankPool) -> None:
     ranks.run(2, _mesh)
 
 
-def _exhausted(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    # The except clause of scripts that were written for torch's wrapper.
-    with raises(RuntimeError, "Detected at least one rank that exhausted inputs."):
-        with ddp.join(throw_on_early_termination=True):
-            for _ in range(2 + rank):
-                ddp.zero_grad()
-                ddp(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.processes
-def test_join_early_termination_has_torchs_words(ranks: RankPool) -> None:
-    ranks.run(2, _exhausted)
-
-
 def test_constructor_takes_every_argument_of_torchs() -> None:
     torchs: Any = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     own = inspect.signature(DistributedDataParallel).parameters

@@ -121,27 +121,6 @@ def test_frozen_parameters_are_broadcast_and_can_be_unfrozen(ranks: RankPool) ->
     ranks.run(2, _frozen_from_the_start)
 
 
-def _gradient_penalty(rank: int, world: int) -> None:
-    ddp = DistributedDataParallel(build(), message_size=20)
-
-    def loss(model: nn.Module, r: int) -> Tensor:
-        x = data(r).requires_grad_()
-        out = model(x, [0, 1, 2])
-        slope = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
-        return out.square().mean() + (slope.norm() - 1).square()
-
-    for step in range(3):
-        check_step(ddp, loss, f"step {step}")
-    launches = ddp.statistics()["launched_in_backward"] + ddp.statistics()["launched_at_end"]
-    torch.autograd.grad(ddp(data(rank), [0, 1]).sum(), list(ddp.parameters())[:2])
-    after = ddp.statistics()["launched_in_backward"] + ddp.statistics()["launched_at_end"]
-    check_equal(after, launches, "collectives of autograd.grad, which accumulates nothing")
-
-
-def test_double_backward_averages(ranks: RankPool) -> None:
-    ranks.run(2, _gradient_penalty)
-
-
 # --- other threads ---
 
 

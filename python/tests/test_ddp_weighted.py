@@ -4,7 +4,6 @@ ranks and micro-batches are in ddp_programs.py."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -130,38 +129,6 @@ def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
     ranks.run(2, _half)
 
 
-def _cleared_in_place(rank: int, world: int) -> None:
-    """Gradients that are zero are cleared, however that was done; others are not."""
-    for options in ({"gradient_average": "weighted"}, {"gradient_average": False}):
-        ddp = _ddp(**options)
-        weighted = options["gradient_average"] == "weighted"
-
-        def backward(ddp: nn.Module = ddp, weighted: bool = weighted) -> None:
-            with ddp.weight(2) if weighted else contextlib.nullcontext():  # type: ignore[operator]
-                ddp(torch.ones(2, 4)).sum().backward()
-
-        grads: list[torch.Tensor] = []
-        for clear in (lambda g: g.zero_(), lambda g: g.data.zero_(), lambda g: g.data.mul_(0)):
-            for p in ddp.parameters():
-                if p.grad is not None:
-                    clear(p.grad)
-            backward()
-            found = torch.cat([p.grad.flatten() for p in ddp.parameters()])
-            check(not grads or torch.equal(found, grads[0]), "a gradient was added")
-            grads.append(found.clone())
-        with raises(RuntimeError, "still held the gradient"):
-            backward()
-
-
-def test_weighted_gradients_cleared_in_place_are_told_from_kept_ones(ranks: RankPool) -> None:
-    ranks.run(2, _cleared_in_place)
-    ranks.run(1, _nothing)
-
-
-def _nothing(rank: int, world: int) -> None:
-    pass
-
-
 def _shrinking(rank: int, world: int, hook: str | None) -> None:
     """The last batch of an epoch. Totals fall and rise by orders of magnitude."""
     layer = nn.Linear(8, 1, bias=False)
@@ -236,27 +203,6 @@ def _in_an_accumulation(rank: int, world: int) -> None:
 
 def test_weighted_accumulation_keeps_its_weights(ranks: RankPool) -> None:
     ranks.run(2, _in_an_accumulation)
-
-
-def _counts(rank: int, world: int) -> None:
-    """The report carries the weight, so the groups see the same number of collectives as
-    without."""
-    calls = []
-    for average in (True, "weighted"):
-        ddp = _ddp(gradient_average=average)
-        for _ in range(4):
-            ddp.zero_grad()
-            if average == "weighted":
-                _backward(ddp, 2)
-            else:
-                ddp(torch.ones(2, 4)).sum().backward()
-        counts = ddp.statistics()
-        calls.append({name: counts[name] for name in counts if not name.endswith("_s")})
-    check_equal(calls[1], calls[0], "counts")
-
-
-def test_weighted_no_collective_more(ranks: RankPool) -> None:
-    ranks.run(2, _counts)
 
 
 def _logging(rank: int, world: int) -> None:

@@ -120,17 +120,6 @@ def test_clip_master_grads_limits_the_unscaled_norm() -> None:
     assert torch.cat(grads).norm() == pytest.approx(1e-3, rel=1e-4)
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_zero_grad_clears_masters_and_model(set_to_none: bool) -> None:
-    model = net()
-    optimizer = wrap(model)
-    optimizer.backward(loss_of(model, 0))
-    optimizer.zero_grad(set_grads_to_None=set_to_none)
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    for param in list(model.parameters()) + masters:
-        assert (param.grad is None) if set_to_none else not param.grad.any()
-
-
 def test_closure_with_lbfgs_matches_float32() -> None:
     model, reference = net(), net(None)
     options = {"lr": 0.1, "max_iter": 4}
@@ -251,15 +240,6 @@ def test_pickling_raises_and_attributes_are_those_of_the_inner_optimizer() -> No
     assert inner.param_groups[0]["lr"] == 0.5
 
 
-def test_frozen_parameters_get_no_master() -> None:
-    model = net()
-    model[0].weight.requires_grad_(False)
-    optimizer = wrap(model)
-    assert len(optimizer.all_fp32_from_fp16_params) == 5
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-
-
 @pytest.mark.parametrize("clean", [0, 7, 1000, 1003])
 def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) -> None:
     scaler = fp16_utils.DynamicLossScaler(init_scale=2.0**10, scale_window=1000)
@@ -276,6 +256,15 @@ def test_state_with_a_pickled_dynamic_loss_scaler_of_old_apex_loads(clean: int) 
     state["loss_scaler"] = pickle.loads(pickle.dumps(fp16_utils.LossScaler(64.0)))
     optimizer.load_state_dict(state)
     assert optimizer.loss_scale == 64.0
+
+
+def test_frozen_parameters_get_no_master() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model)
+    assert len(optimizer.all_fp32_from_fp16_params) == 5
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
 
 
 CHANGES = {

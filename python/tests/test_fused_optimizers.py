@@ -19,7 +19,6 @@ from amp_support import fresh_amp  # noqa: F401
 from torch import nn
 
 from apex import amp, optimizers
-from apex.optimizers import fused_adam, fused_sgd
 
 NEW = ["FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
 REFERENCES = {
@@ -142,43 +141,6 @@ def test_fused_adam_follows_the_paper(
 ) -> None:
     options = {"lr": 0.05, "weight_decay": 0.1, "adam_w_mode": decoupled}
     run("FusedAdam", dtype, {**options, "bias_correction": correction})
-
-
-def test_fused_adam_bias_correction_is_a_setting_of_the_group() -> None:
-    params = make_params()
-    groups = [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}]
-    optimizer = optimizers.FusedAdam(groups, lr=0.1)
-    apart = [references.Adam(lr=0.1, bias_correction=False), references.Adam(lr=0.1)]
-    arrays = [p.detach().numpy().copy() for p in params]
-    for step in range(3):
-        set_grads(params, step)
-        optimizer.step()
-        grads = [p.grad.numpy() for p in params]
-        apart[0].step(arrays[:1], grads[:1])
-        apart[1].step(arrays[1:], grads[1:])
-    for param, want in zip(params, arrays, strict=True):
-        torch.testing.assert_close(param.detach(), torch.from_numpy(want))
-
-
-def test_fused_adam_without_bias_correction_counts_and_resumes() -> None:
-    def make() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-        params = make_params(torch.float32)
-        return params, optimizers.FusedAdam(params, lr=0.1, bias_correction=False)
-
-    params, optimizer = make()
-    for step in range(2):
-        set_grads(params, step)
-        optimizer.step()
-    assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
-    other, resumed = make()
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with torch.no_grad():
-        torch._foreach_copy_(other, params)
-    for mine, its in ((params, optimizer), (other, resumed)):
-        set_grads(mine, 2)
-        its.step()
-    assert all(map(torch.equal, params, other))
-    assert resumed.param_groups[0]["step"] == 3
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
@@ -505,31 +467,3 @@ def test_fused_optimizer_pairs_elements_by_index_where_strides_differ(name: str,
         ends.append([param.detach() for param in model.parameters()])
     for got, expected in zip(*ends, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_fused_optimizer_calls_torchs_fused_kernel_where_the_layout_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = [nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))]
-    whole.append(nn.Parameter(torch.ones(3)))
-    for module, name, kind in (
-        (fused_adam, "adam", optimizers.FusedAdam),
-        (fused_sgd, "sgd", lambda p: optimizers.FusedSGD(p, momentum=0.9)),
-    ):
-        calls: list[bool] = []
-        original = getattr(module, name)
-
-        def spy(*args: Any, original: Any = original, calls: Any = calls, **kwargs: Any) -> None:
-            calls.append(kwargs["fused"])
-            original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, spy)
-        for members, fused in ((whole, True), ([nn.Parameter(torch.ones(4, 4)[:, :2])], False)):
-            optimizer = kind(members)
-            for step in range(2):
-                set_grads(members, step)
-                for param in members:
-                    param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
-                optimizer.step()
-            assert set(calls) == {fused}
-            calls.clear()

@@ -225,20 +225,6 @@ def test_closure_gradients_are_adapted_after_each_evaluation() -> None:
     plain.step()
     for a, b in zip(params, twins, strict=True):
         assert torch.equal(a, b)
-    lbfgs_params = random_params(torch.float64)
-    lbfgs = LARC(torch.optim.LBFGS(lbfgs_params, lr=0.5, max_iter=5), clip=False)
-    evaluations = []
-
-    def lbfgs_closure() -> torch.Tensor:
-        lbfgs.zero_grad()
-        loss = sum(p.pow(2).sum() for p in lbfgs_params)
-        loss.backward()
-        evaluations.append(loss.item())
-        return loss
-
-    lbfgs.step(lbfgs_closure)
-    assert len(evaluations) > 1 and evaluations[-1] < evaluations[0]
-    assert "weight_decay" not in lbfgs.param_groups[0]
 
 
 def test_weight_decay_is_restored_when_the_step_raises() -> None:

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, check_equal, check_near
 from torch import Tensor, nn
 
 import amp_C
-import apex_C
 from apex import amp, fp16_utils
 from apex.amp import _amp_state
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
@@ -179,69 +176,6 @@ def test_overflow_buf_of_a_script_decides_and_is_cleared() -> None:
     assert buffer.tolist() == [1]
     scaler.scale(torch.ones(()))  # as scale_loss does
     assert buffer.tolist() == [0] and not scaler.update_scale()
-
-
-def _reduces_by_itself(rank: int, world: int, level: str) -> None:
-    """Accumulation, then one flat all-reduce, as in DeepLearningExamples' BERT."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-    wide = [p.detach().double().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    scaler = _amp_state.loss_scalers[0]
-    scaler._loss_scale = 256.0
-    overflow_buf = torch.zeros(1, dtype=torch.int32)
-    skipped = []
-    for step in range(4):
-        total = torch.zeros((), dtype=torch.float64)
-        for part in range(2):
-            for r in range(world):
-                torch.manual_seed(100 * step + 10 * part + r)
-                x = torch.randn(4, 6)
-                if r == rank:
-                    mine = x
-                w1, b1, w2, b2 = wide
-                y = torch.tanh(x.double() @ w1.t() + b1) @ w2.t() + b2
-                total = total + y.square().mean() / (2 * world)
-            with amp.scale_loss(
-                model(mine).float().square().mean(), optimizer, delay_overflow_check=True
-            ) as scaled:
-                scaled.backward()
-        grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
-        if step == 1 and rank == 0:
-            grads[0].view(-1)[0] = math.inf
-        scale = scaler.loss_scale()
-        flat = torch.empty(sum(g.numel() for g in grads), dtype=torch.float32)
-        views = apex_C.unflatten(flat, grads)
-        overflow_buf.zero_()
-        amp_C.multi_tensor_scale(65536, overflow_buf, [grads, views], scale / (2 * world))
-        dist.all_reduce(flat)
-        overflow_buf.zero_()
-        amp_C.multi_tensor_scale(65536, overflow_buf, [views, grads], 1.0 / scale)
-        scaler._overflow_buf = overflow_buf
-        skipped.append(scaler.update_scale())
-        if not skipped[-1]:
-            expected = torch.autograd.grad(total, wide)
-            optimizer.step()
-            with torch.no_grad():
-                for p, g in zip(wide, expected, strict=True):
-                    p -= 0.5 * g
-        for p in [*model.parameters(), *amp.master_params(optimizer)]:
-            p.grad = None
-    check_equal(skipped, [False, True, False, False], "steps skipped")
-    check_equal(scaler.loss_scale(), 128.0, "the scale")
-    limit = 1e-5 if level == "O0" else 2e-2
-    for p, want in zip(amp.master_params(optimizer), wide, strict=True):
-        check_near(p.detach().float(), want, "parameter", limit, scale=1.0)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_script_that_reduces_by_itself_trains_and_skips(
-    ranks: RankPool, world: int, level: str
-) -> None:
-    ranks.run(world, _reduces_by_itself, level)
 
 
 # --- levels, lists and the rest of amp ---

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import io
 import pickle
 import random
 from typing import Any
@@ -184,30 +182,6 @@ def _local_updates(rank: int, world: int) -> None:
 
 def test_replica_check_after_local_updates_of_one_rank(ranks: RankPool) -> None:
     ranks.run(2, _local_updates)
-
-
-def _hooks(rank: int, world: int) -> None:
-    """The module has one hook, whatever wraps it, and saved it needs nothing of this package."""
-    net = Net()
-    ddp = DistributedDataParallel(net)
-    check_equal(len(net._load_state_dict_pre_hooks), 1, "hooks")
-    saved = io.BytesIO()
-    torch.save(net._load_state_dict_pre_hooks, saved)
-    check(b"apex" not in saved.getvalue(), "the saved hook refers to the package")
-    copied = copy.deepcopy(net)
-    copied.load_state_dict(net.state_dict())
-    hooks = iter(net._load_state_dict_pre_hooks.items())
-    next(hooks)
-    del ddp
-    gc.collect()
-    list(hooks)  # as in copy.deepcopy(net) when a wrapper ends meanwhile: a removal would raise
-    for _ in range(3):
-        DistributedDataParallel(net)
-    check_equal(len(net._load_state_dict_pre_hooks), 1, "hooks after other wrappers")
-
-
-def test_hook_of_the_module_stays_and_is_the_only_one(ranks: RankPool) -> None:
-    ranks.run(2, _hooks)
 
 
 def _loaded(rank: int, world: int) -> None:
