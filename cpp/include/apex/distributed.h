@@ -172,10 +172,4 @@ APEX_API void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
                                std::chrono::milliseconds timeout, const std::string& name = "",
                                const std::vector<uint64_t>& global_ranks = {});
 
-/// Writes "[rank 1 of 4] " and `message` to stderr, in one write; the message alone without a
-/// default group. log_once() writes `message` on rank 0 only; without a default group, on every
-/// process. Not collective.
-APEX_API void log(const std::string& message);
-APEX_API void log_once(const std::string& message);
-
 }  // namespace apex::distributed

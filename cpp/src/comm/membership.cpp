@@ -109,12 +109,6 @@ void Membership::release() {
   kept.reset();
 }
 
-void Membership::run(
-    const std::string& what,
-    const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue) const {
-  run_collective(what, *control(), [&] { return issue(*control()); });
-}
-
 at::Device Membership::control_device() const {
   return apex::parallel::control_device(control(), device);
 }

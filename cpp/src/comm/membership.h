@@ -88,12 +88,6 @@ struct Membership {
                             const at::Tensor& gathered = {}) const;
 
   at::Device control_device() const;
-
-  /// Issues a collective of control() by `issue` and waits for it.
-  /// @throws CommunicationError.
-  void run(const std::string& what,
-           const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup& control)>& issue)
-      const;
 };
 
 }  // namespace apex::parallel

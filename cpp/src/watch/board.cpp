@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -32,13 +33,10 @@ StorePtr base_of(StorePtr store) {
   return store;
 }
 
-std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
 /// Appends a text of one rank: "LENGTH RANK\nTEXT".
 void append(c10d::Store& store, const std::string& key, int rank, const std::string& text) {
-  store.append(key,
-               bytes_of(std::to_string(text.size()) + ' ' + std::to_string(rank) + '\n' + text));
+  const std::string entry = std::to_string(text.size()) + ' ' + std::to_string(rank) + '\n' + text;
+  store.append(key, std::vector<uint8_t>(entry.begin(), entry.end()));
 }
 
 /// The last text of each rank.
@@ -64,15 +62,7 @@ std::atomic<Clock::time_point> stays_until{Clock::time_point()};
 }  // namespace
 
 std::string get_or_empty(c10d::Store& store, const std::string& key) {
-  return store.check({key}) ? text_of(store.get(key)) : std::string();
-}
-
-std::string set_if_unset(c10d::Store& store, const std::string& key, const std::string& value) {
-  return text_of(store.compareSet(key, {}, bytes_of(value)));
-}
-
-void set_text(c10d::Store& store, const std::string& key, const std::string& text) {
-  store.set(key, bytes_of(text));
+  return store.check({key}) ? store.get_to_str(key) : std::string();
 }
 
 void stay_for_readers() { std::this_thread::sleep_until(stays_until.load()); }
@@ -83,18 +73,20 @@ class StoreThread {
  public:
   static std::shared_ptr<StoreThread> of(const c10d::Store* base) {
     // Of the server, or of the store: a new store may get the address of an old one.
-    const auto* const tcp = dynamic_cast<const c10d::TCPStore*>(base);
-    using Address = std::pair<std::string, const void*>;
-    const Address address =
-        tcp != nullptr ? Address(tcp->getHost() + ' ' + std::to_string(tcp->getPort()), nullptr)
-                       : Address("", base);
+    std::ostringstream address;
+    address << this_pid() << ' ';
+    if (const auto* const tcp = dynamic_cast<const c10d::TCPStore*>(base)) {
+      address << tcp->getHost() << ' ' << tcp->getPort();
+    } else {
+      address << base;
+    }
     // Never destroyed: groups may be created while the process exits.
     static auto* const mutex = new std::mutex;
-    static auto* const all = new std::map<std::pair<int64_t, Address>, std::weak_ptr<StoreThread>>;
+    static auto* const all = new std::map<std::string, std::weak_ptr<StoreThread>>;
     const std::lock_guard<std::mutex> lock(*mutex);
     for (auto known = all->begin(); known != all->end();)
       known = known->second.expired() ? all->erase(known) : std::next(known);
-    std::weak_ptr<StoreThread>& known = (*all)[{this_pid(), address}];
+    std::weak_ptr<StoreThread>& known = (*all)[address.str()];
     std::shared_ptr<StoreThread> thread = known.lock();
     if (!thread) known = thread = std::make_shared<StoreThread>();
     return thread;
@@ -180,7 +172,7 @@ void Board::begin() {
     if (const auto process = this_process())
       append(store, self->key("process/" + process->host), self->rank, process->encode());
   });
-  look_again(chain_);
+  look_when_idle();
 }
 
 // --- calls of the store ---
@@ -287,49 +279,37 @@ void Board::wake() {
 
 // --- polling ---
 
-milliseconds Board::interval() const {
-  if (collecting_ > 0) return timing::while_collecting(size);
-  if (waiting_ > 0) return timing::between_looks(size);
-  return timing::kIdle * std::max(1, boards.load());
-}
-
-Board::Looking::Looking(std::shared_ptr<Board> board, Pace pace)
-    : board_(std::move(board)), pace_(pace) {
-  ++(pace_ == Pace::kCollects ? board_->collecting_ : board_->waiting_);
-  board_->look_now();
-}
-
-Board::Looking::~Looking() {
-  --(pace_ == Pace::kCollects ? board_->collecting_ : board_->waiting_);
-}
-
 void Board::look_now() {
-  if (!has_store()) return;
-  run_at(Clock::now(), [weak = weak_from_this(), chain = ++chain_] {
+  if (!has_store() || look_is_queued_.exchange(true)) return;
+  run_at(Clock::now(), [weak = weak_from_this()] {
     const auto board = weak.lock();
-    if (!board || board->chain_ != chain) return;
+    if (!board) return;
+    board->look_is_queued_ = false;
     board->look();
-    board->look_again(chain);
   });
 }
 
-void Board::look_again(int64_t chain) {
-  run_at(Clock::now() + interval(), [weak = weak_from_this(), chain] {
+void Board::look_if_older(milliseconds age) {
+  if (Clock::now() - looked_.load() >= age) look_now();
+}
+
+void Board::look_when_idle() {
+  const auto interval = timing::kIdle * std::max(1, boards.load());
+  run_at(Clock::now() + interval, [weak = weak_from_this(), interval] {
+    forget_destroyed_groups();
     const auto board = weak.lock();
-    if (!board || board->chain_ != chain) return;
+    if (!board) return;
     // After a wait, the look that was due is left out: the job may have ended, and with it the
     // store.
-    if (!board->answered_since(Clock::now() - board->interval())) board->look();
-    board->look_again(chain);
+    if (!board->answered_since(Clock::now() - interval) && board->may_look_when_idle())
+      board->look();
+    board->look_when_idle();
   });
 }
 
 void Board::look() {
   const auto began = Clock::now();
-  forget_destroyed_groups();
-  const bool idle = waiting_ == 0 && collecting_ == 0;
-  // A process that has ended may have hosted the store, and torch logs every call of a lost store.
-  if (idle && !look_around(ProcessState::kEnded).empty()) return;
+  looked_ = began;
   try {
     run([&](c10d::Store& store) {
       const int64_t news = store.add(key("news"), 0);
@@ -342,7 +322,7 @@ void Board::look() {
           RankRecord mine = position(*this);
           mine.asked = asked;
           answered_elsewhere = !mine.waits;
-          set_text(store, key("rank") + '/' + std::to_string(rank), mine.encode());
+          store.set(key("rank") + '/' + std::to_string(rank), mine.encode());
         }
       }
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -90,21 +90,13 @@ class Board : public std::enable_shared_from_this<Board> {
 
   // --- polling ---
 
-  enum class Pace { kIdle, kWaits, kCollects };
-  /// While it exists, the board looks for news more often, beginning now.
-  class Looking {
-   public:
-    Looking(std::shared_ptr<Board> board, Pace pace);
-    ~Looking();
-    Looking(const Looking&) = delete;
-    Looking& operator=(const Looking&) = delete;
-
-   private:
-    const std::shared_ptr<Board> board_;
-    const Pace pace_;
-  };
-  /// Looks for news now.
+  /// Looks for news, on the store's thread.
   void look_now();
+  /// Whether a rank that does not wait may look: a process that has ended may have hosted the
+  /// store, and torch logs every call of a lost store.
+  bool may_look_when_idle() { return look_around(ProcessState::kEnded).empty(); }
+  /// Looks now if the last look is older.
+  void look_if_older(std::chrono::milliseconds age);
   /// Whether the store has answered a look that began after `time`.
   bool answered_since(Clock::time_point time) const { return answered_.load() >= time; }
   /// Whether the store has raised an error since `time`.
@@ -122,12 +114,11 @@ class Board : public std::enable_shared_from_this<Board> {
  private:
   void run(const Body& body);
   void look();
-  void look_again(int64_t chain);
-  std::chrono::milliseconds interval() const;
+  void look_when_idle();
 
   std::shared_ptr<StoreThread> thread_;
-  std::atomic<int> waiting_{0}, collecting_{0};
-  std::atomic<int64_t> chain_{0};  ///< of looks; an earlier one ends
+  std::atomic<bool> look_is_queued_{false};
+  std::atomic<Clock::time_point> looked_{Clock::time_point()};
   std::atomic<bool> has_failed_{false};
   std::atomic<Clock::time_point> answered_{Clock::time_point()}, failed_{Clock::time_point()};
 
@@ -144,11 +135,6 @@ class Board : public std::enable_shared_from_this<Board> {
 
 /// The value of `key`, or "" if it is unset. Does not wait for the key.
 std::string get_or_empty(c10d::Store& store, const std::string& key);
-
-/// Sets `key` if it is unset, and returns its value.
-std::string set_if_unset(c10d::Store& store, const std::string& key, const std::string& value);
-
-void set_text(c10d::Store& store, const std::string& key, const std::string& text);
 
 /// How long the process that usually hosts the store stays after it has reported a failure, so that
 /// other ranks can read the report. Called at its end.

@@ -22,8 +22,8 @@ bool collect(Board& board, const std::string& what, Findings& findings) {
   auto until = began + (board.has_store() ? board.patience : timing::kForOthers), seen_at = began;
   Proof seen = board.look_around(), proven, first_seen;
   board.report(what, seen);  // first, since other ranks may be waiting for this rank
-  const Board::Looking looking(board.shared_from_this(), Board::Pace::kCollects);
-  for (;;) {
+  board.look_now();
+  for (;; board.look_if_older(timing::while_collecting(board.size))) {
     if (first_seen.empty()) first_seen = seen.empty() ? board.look_around() : seen;
     // What was read may be from before the failure.
     const bool answered = board.answered_since(began);

@@ -62,15 +62,6 @@ bool is_of_the_job(const Board& board) {
   return is("RANK", board.rank) && is("WORLD_SIZE", board.size);
 }
 
-WatchedGroupPtr make_watched(const c10d::ProcessGroup& group, const WatchedGroupPtr& parent,
-                             const std::string& name) {
-  const auto made = std::make_shared<WatchedGroup>();
-  made->channel = parent ? name : group.getGroupName();
-  made->note = note_on_ranks(group);
-  made->board = parent ? parent->board : std::make_shared<Board>(group, timeout_of(group));
-  return made;
-}
-
 /// Also finds an entry that the parent process made before a fork.
 WatchedGroupPtr find_any(const c10d::ProcessGroup& group) {
   const std::lock_guard<std::mutex> lock(groups().mutex);
@@ -106,7 +97,10 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
   if (group.getSize() == 1) return nullptr;
   if (auto one = find_any(group)) return if_own(std::move(one));
   if (!group.getStore()) return nullptr;
-  WatchedGroupPtr one = make_watched(group, parent, name);
+  const auto one = std::make_shared<WatchedGroup>();
+  one->channel = parent ? name : group.getGroupName();
+  one->note = note_on_ranks(group);
+  one->board = parent ? parent->board : std::make_shared<Board>(group, timeout_of(group));
   forget_destroyed_groups();
   {
     const std::lock_guard<std::mutex> lock(groups().mutex);
@@ -136,21 +130,20 @@ void forget_destroyed_groups() {
 
 void look_at_boards() {
   std::set<std::shared_ptr<Board>> boards;
-  for (const WatchedGroupPtr& group : all_watched()) boards.insert(group->board);
+  for (const WatchedGroupPtr& group : all_watched()) {
+    if (group->waits > 0 || group->board->may_look_when_idle()) boards.insert(group->board);
+  }
   for (const auto& board : boards) board->look_now();
 }
 
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
-                const std::string& name) noexcept try {
+                const std::string& name) {
   if (&group == &parent) return;
-  const WatchedGroupPtr known = watched(parent);
-  if (known) find_or_make(group, known, name);
-} catch (...) {
-  // A collective that fails names no rank.
+  if (const WatchedGroupPtr known = watched(parent)) find_or_make(group, known, name);
 }
 
 void remember_processes(const c10d::ProcessGroup& group,
-                        const std::vector<ProcessName>& processes) noexcept try {
+                        const std::vector<ProcessName>& processes) {
   const auto self = this_process();
   const WatchedGroupPtr known = watched(group);
   if (!known || !self) return;
@@ -159,8 +152,6 @@ void remember_processes(const c10d::ProcessGroup& group,
     if (processes[rank].host == self->host) here.emplace(static_cast<int>(rank), processes[rank]);
   }
   known->board->add_processes(std::move(here));
-} catch (...) {
-  // An error does not name the processes.
 }
 
 void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
@@ -171,7 +162,7 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   one->began = Clock::now();
   one->asked = false;
 } catch (...) {
-  // A collective that fails reports the problem with the store.
+  // A thread could not be created: an error of the collective names no other rank.
 }
 
 bool others_wait(const c10d::ProcessGroup& group) {

@@ -75,11 +75,10 @@ WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 /// collective of `group`.
 /// `name` must be the same on all ranks, and unique among groups made from `parent`.
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
-                const std::string& name) noexcept;
+                const std::string& name);
 
 /// From now on the processes of the ranks on this host are watched. `processes`: of all ranks.
-void remember_processes(const c10d::ProcessGroup& group,
-                        const std::vector<ProcessName>& processes) noexcept;
+void remember_processes(const c10d::ProcessGroup& group, const std::vector<ProcessName>& processes);
 
 /// Records that this process has created `group`.
 void made_here(const c10d::ProcessGroup& group);

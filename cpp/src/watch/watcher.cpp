@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "distributed/backends.h"
@@ -45,7 +46,7 @@ std::string key_of_verdict(const WatchedGroup& group, int64_t call) {
 }
 
 void post_position(c10d::Store& store, WatchedGroup& group, bool waits) {
-  set_text(store, key_of(*group.board, group.board->rank), position_in(group, waits).encode());
+  store.set(key_of(*group.board, group.board->rank), position_in(group, waits).encode());
 }
 
 }  // namespace
@@ -102,7 +103,7 @@ Wait::Wait(const c10d::ProcessGroup& group) {
   const WatchedGroupPtr known = find_watched(group);
   if (!known) return;
   state_ = std::make_shared<State>(known, nullptr);
-  looking_.emplace(known->board, Board::Pace::kWaits);
+  known->board->look_now();
   known->waits_since = state_->since;
   ++known->waits;
 }
@@ -126,6 +127,7 @@ void Wait::State::end() {
 std::string Wait::State::poll() {
   watch_stall();
   if (on_device) return {};
+  board.look_if_older(timing::between_looks(board.size));
   // What was read may be from before the wait.
   if (board.answered_since(began) && !board.reports().empty())
     return "another rank reports that a collective of this group has failed";
@@ -241,7 +243,8 @@ void Wait::State::compare(c10d::Store& store) {
 void Wait::State::report(c10d::Store& store) {
   const std::string key = key_of_verdict(*group, call);
   const std::string me = std::to_string(board.rank);
-  const std::string first = set_if_unset(store, key + '/' + std::to_string(round++), me);
+  const std::string first =
+      store.compareSet(key + '/' + std::to_string(round++), std::string(), me);
   read = true;
   if (first != me) return;
   Stall now = stall();
@@ -254,7 +257,7 @@ void Wait::State::report(c10d::Store& store) {
   }
   if (over || limit_of(board) == milliseconds(0) || !is_stall(now)) return;
   const std::string verdict = describe(now);
-  set_text(store, key, verdict);
+  store.set(key, verdict);
   print_report(verdict);
 }
 

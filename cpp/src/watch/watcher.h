@@ -5,7 +5,6 @@
 /// their processes.
 
 #include <memory>
-#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -77,7 +76,6 @@ class Wait {
   struct State;
 
   std::shared_ptr<State> state_;  ///< shared with the store's thread, which may outlive the wait
-  std::optional<Board::Looking> looking_;
 };
 
 /// Records that this rank has launched `work`, the collective `what` of `group`, which the host

@@ -242,15 +242,6 @@ const Scenario kSubgroups("subgroups", [] {
   dist::destroy_process_group();
 });
 
-const Scenario kLogLines("log_lines", [] {
-  dist::log("alone");
-  init();
-  dist::log("two\nlines");
-  dist::log_once("once");
-  dist::barrier();  // no rank exits before all have connected
-  dist::destroy_process_group();
-});
-
 const Scenario kTwice("twice", [] {
   const auto path = variable("TEST_FOLDER");
   dist::ProcessGroupOptions nowhere;
@@ -435,15 +426,6 @@ TEST(ProcessGroup, SlurmAndMpi_TheirVariables_Suffice) {
   }
   EXPECT_EQ(failures_of(run_processes(slurm)), "");
   EXPECT_EQ(failures_of(run_processes(mpi)), "");
-}
-
-TEST(ProcessGroup, LogLines_TwoRanks_NameTheirRankAndDoNotMix) {
-  const auto results = run_processes(ranks_of("log_lines", 2));
-  ASSERT_EQ(failures_of(results), "");
-  for (size_t rank = 0; rank < 2; ++rank) {
-    const std::string line = "alone\n[rank " + std::to_string(rank) + " of 2] two\nlines\n";
-    EXPECT_EQ(results[rank].output, line + (rank == 0 ? "once\n" : ""));
-  }
 }
 
 TEST(ProcessGroup, TcpAddress_RanksFromOptions_Work) {
