@@ -7,15 +7,19 @@ A test runs a module-level function ``body(rank, world, *args)`` on several rank
 
     def test_gradients_two_ranks_average(ranks):
         ranks.run(2, _averages, 3.0)
+
+Or it is such a function itself: see :func:`on_ranks`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import faulthandler
 import importlib.util
+import inspect
 import logging
 import multiprocessing
 import os
@@ -547,6 +551,47 @@ def raises(kind: type[BaseException], *fragments: str) -> Iterator[None]:
             check(fragment in str(error), f"expected {fragment!r} in: {error}")
     else:
         raise AssertionError(f"expected {kind.__name__}, nothing was raised")
+
+
+def on_ranks(world: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of ``body(rank, world, ...)``, whose other arguments are pytest's::
+
+        @pytest.mark.parametrize("views", [False, True])
+        @on_ranks(2)
+        def test_x(rank, world, views): ...
+
+    Without ``world``, that is a parameter too. ``options`` are those of :meth:`RankPool.run`.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        given = list(inspect.signature(body).parameters)[2:]
+        named = _Named(body.__module__, body.__name__)
+
+        def test(**arguments: Any) -> None:
+            count = arguments["world"] if world is None else world
+            shared_pool().run(count, named, *(arguments[name] for name in given), **options)
+
+        names = given if world is not None else ["world", *given]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__name__, test.__qualname__ = body.__name__, body.__qualname__
+        test.__module__, test.__doc__ = body.__module__, body.__doc__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """The body of a test, which a rank finds by its name."""
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).body(*arguments)
 
 
 def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:

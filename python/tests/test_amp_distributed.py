@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import forget_amp, run_ranks
+from ddp_support import forget_amp, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,7 +44,8 @@ def assert_same_on_all_ranks(value: float) -> None:
     assert len(set(values)) == 1, values
 
 
-def _skips_together(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_overflow_on_one_rank_skips_on_all(rank: int, world: int) -> None:
     # One pair of processes for all levels, because starting them takes most of the time.
     for level in ("O1", "O2", "O3"):
         _skips_together_at(rank, level)
@@ -62,10 +63,6 @@ def _skips_together_at(rank: int, level: str) -> None:
     assert (scaler.loss_scale(), scaler._unskipped) == (2.0**14, 1)
 
 
-def test_overflow_on_one_rank_skips_on_all() -> None:
-    run_ranks(2, _skips_together)
-
-
 def _prints_once(rank: int, world: int, folder: str) -> None:
     import contextlib
     import pathlib
@@ -81,7 +78,8 @@ def test_overflow_message_and_options_are_printed_by_rank_0_only(tmp_path: Any) 
     assert "Gradient overflow" in first and "optimization level" in first and second == ""
 
 
-def _alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_overflow_group_false_or_static_scale_does_not_communicate(rank: int, world: int) -> None:
     model, optimizer = build("O2", overflow_group=False)
     if rank == 1:
         # Only this rank scales a loss, so it must not wait for the other.
@@ -94,22 +92,16 @@ def _alone(rank: int, world: int) -> None:
         iterate(model, optimizer, overflow=False)
 
 
-def test_overflow_group_false_or_static_scale_does_not_communicate() -> None:
-    run_ranks(2, _alone)
-
-
-def _in_groups(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_overflow_group_limits_who_skips(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model, optimizer = build("O2", overflow_group=groups[rank // 2])
     iterate(model, optimizer, overflow=rank == 1)
     assert _amp_state.loss_scalers[0].loss_scale() == (2.0**16 if rank == 2 else 2.0**15)
 
 
-def test_overflow_group_limits_who_skips() -> None:
-    run_ranks(3, _in_groups)
-
-
-def _fp16_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp16_optimizer_overflow_on_one_rank_skips_on_all(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3).half()
     optimizer = FP16_Optimizer(
@@ -127,11 +119,8 @@ def _fp16_optimizer(rank: int, world: int) -> None:
     assert optimizer.loss_scale == 2.0**15
 
 
-def test_fp16_optimizer_overflow_on_one_rank_skips_on_all() -> None:
-    run_ranks(2, _fp16_optimizer)
-
-
-def _loaded_on_one_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_scales_that_differ_raise_on_every_rank(rank: int, world: int) -> None:
     """On rank 0, the scale or the number of clean steps differs."""
     for level in ("O1", "O2", "O3"):
         for saved, first in (({"loss_scale": 1024.0}, 1024), ({"unskipped": 1999}, 131072)):
@@ -149,20 +138,13 @@ def _loaded_on_one_rank(rank: int, world: int) -> None:
             forget_amp()
 
 
-def test_scales_that_differ_raise_on_every_rank() -> None:
-    run_ranks(2, _loaded_on_one_rank)
-
-
-def _refuses_by_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_step_with_gradients_left_scaled_names_the_rank(rank: int, world: int) -> None:
     model, optimizer = build("O1")
     with amp.scale_loss(model(torch.ones(2, 3)).mean(), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
     with pytest.raises(RuntimeError, match=f"^rank {rank}: SGD.step.. was called with gradients"):
         optimizer.step()
-
-
-def test_step_with_gradients_left_scaled_names_the_rank() -> None:
-    run_ranks(2, _refuses_by_rank)
 
 
 def _mlp() -> nn.Module:
@@ -201,7 +183,10 @@ def _losses(level: str, mesh: Any, rank: int) -> list[float]:
     return losses
 
 
-def _fully_shard_follows(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused(
+    rank: int, world: int
+) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for level in ("O1", "O1-bf16"):
         mine, want = _losses(level, mesh, rank), _losses(level, None, rank)
@@ -212,7 +197,3 @@ def _fully_shard_follows(rank: int, world: int) -> None:
         fully_shard(model[2], mesh=mesh)
         with pytest.raises(RuntimeError, match="the parameter '2.*fully_shard.*level O1"):
             amp.initialize(model, opt_level=level, verbosity=0)
-
-
-def test_fully_shard_at_o1_trains_as_one_process_and_casting_levels_are_refused() -> None:
-    run_ranks(2, _fully_shard_follows)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp
+from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp, on_ranks
 from torch import Tensor, nn
 
 from apex import amp
@@ -85,7 +85,8 @@ def _check_ranks(model: nn.Module, optimizer: Any, what: str) -> None:
         check_equal(master.detach().to(parameter.dtype), parameter.detach(), f"{what}: rounded")
 
 
-def _seed_per_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_master_weights_seed_per_rank_are_the_same_on_every_rank(rank: int, world: int) -> None:
     for level in ("O2", "O2-bf16", "O3"):
         for way, share in WAYS.items():
             for early in (False, True):
@@ -99,11 +100,8 @@ def _seed_per_rank(rank: int, world: int) -> None:
                 _check_ranks(model, optimizer, what)
 
 
-def test_master_weights_seed_per_rank_are_the_same_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, _seed_per_rank)
-
-
-def _initialized_after_wrapping(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_initialize_after_wrapping_averages_gradients(rank: int, world: int) -> None:
     # As in mmengine's ApexOptimWrapper: inside the first iteration, with the wrapped module.
     for level in ("O1", "O2", "O3"):
         torch.manual_seed(rank)
@@ -118,11 +116,10 @@ def _initialized_after_wrapping(rank: int, world: int) -> None:
         forget_amp()
 
 
-def test_initialize_after_wrapping_averages_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _initialized_after_wrapping)
-
-
-def _fp16_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp16_optimizer_made_before_the_broadcast_is_the_same_on_every_rank(
+    rank: int, world: int
+) -> None:
     for way in ("apex", "torch", "broadcast"):
         torch.manual_seed(rank)
         model = nn.Linear(5, 2).half()
@@ -136,12 +133,6 @@ def _fp16_optimizer(rank: int, world: int) -> None:
         check_same_on_all_ranks([p.detach() for p in model.parameters()], f"{way}: parameters")
         masters = [m.detach() for m in optimizer.all_fp32_from_fp16_params]
         check_same_on_all_ranks(masters, f"{way}: master weights")
-
-
-def test_fp16_optimizer_made_before_the_broadcast_is_the_same_on_every_rank(
-    ranks: RankPool,
-) -> None:
-    ranks.run(2, _fp16_optimizer)
 
 
 def _model_and_masters(seed: int) -> tuple[nn.Module, Any]:

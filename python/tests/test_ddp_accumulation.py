@@ -12,13 +12,13 @@ import torch.distributed as dist
 from ddp_models import build, data
 from ddp_steps_support import backward, make, mean_gradients
 from ddp_support import (
-    RankPool,
     check,
     check_equal,
     check_gradients,
     check_near,
     check_step,
     gradients,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ def _accumulated(model: nn.Module, rank: int, steps: list[tuple[int, Any]]) -> A
     return gradients(plain)
 
 
-def _leaves_by_exception(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_no_sync_left_by_exception_synchronizes_again(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     with raises(KeyError):
         with ddp.no_sync():
@@ -64,11 +65,8 @@ def _leaves_by_exception(rank: int, world: int) -> None:
     check_step(ddp, _loss, "enabled again")
 
 
-def test_no_sync_left_by_exception_synchronizes_again(ranks: RankPool) -> None:
-    ranks.run(2, _leaves_by_exception)
-
-
-def _never_synchronized(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_no_sync_backward_alone_is_local(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     with ddp.no_sync():
         _loss(ddp, rank).backward()
@@ -78,10 +76,6 @@ def _never_synchronized(rank: int, world: int) -> None:
         with ddp.no_sync():
             _loss(ddp, rank).backward()
     dist.barrier()
-
-
-def test_no_sync_backward_alone_is_local(ranks: RankPool) -> None:
-    ranks.run(2, _never_synchronized)
 
 
 # --- bit for bit ---
@@ -107,7 +101,10 @@ def _exact_batch(rank: int, micro: int) -> Tensor:
     return torch.randint(-4, 5, (2, 5), generator=generator).float()
 
 
-def _bit_for_bit(rank: int, world: int, micros: int) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("micros", [1, 4])
+@on_ranks()
+def test_accumulation_equals_big_batch_bit_for_bit(rank: int, world: int, micros: int) -> None:
     model = build(_Exact)
     big = copy.deepcopy(model)
     ddp = DistributedDataParallel(model, message_size=20)
@@ -127,18 +124,11 @@ def _bit_for_bit(rank: int, world: int, micros: int) -> None:
             check_equal(ours.grad, theirs.grad, f"step {step}: {name}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("micros", [1, 4])
-def test_accumulation_equals_big_batch_bit_for_bit(
-    ranks: RankPool, micros: int, world: int
-) -> None:
-    ranks.run(world, _bit_for_bit, micros)
-
-
 # --- accumulated sums that would be reduced twice ---
 
 
-def _keeps_sums(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sums_not_cleared_between_backwards_raise(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(), gradient_average=False)
     backward(ddp, rank, 0)
     with raises(RuntimeError, "still held the gradient that the last synchronized backward summed"):
@@ -151,7 +141,3 @@ def _keeps_sums(rank: int, world: int) -> None:
     first, second = (mean_gradients(ddp.module, world, step) for step in (0, 1))
     for name, grad in gradients(ddp).items():
         check_near(grad, world * (first[name] + second[name]), name, 1e-4)
-
-
-def test_sums_not_cleared_between_backwards_raise(ranks: RankPool) -> None:
-    ranks.run(2, _keeps_sums)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_same_on_all_ranks, raises
+from ddp_support import check, check_same_on_all_ranks, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -26,7 +26,8 @@ class Masked(nn.Module):
         return (self.weight * self.factor * x).sum()
 
 
-def _reads_in_backward(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_broadcast_buffers_replaced_buffer_is_not_written_through(rank: int, world: int) -> None:
     model = Masked()
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     first = ddp(torch.ones(4))
@@ -37,11 +38,8 @@ def _reads_in_backward(rank: int, world: int) -> None:
     check(torch.equal(model.weight.grad, torch.full((4,), 2.0)), str(model.weight.grad))
 
 
-def test_broadcast_buffers_replaced_buffer_is_not_written_through(ranks: RankPool) -> None:
-    ranks.run(2, _reads_in_backward)
-
-
-def _is_refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_broadcast_buffers_that_backward_reads_are_an_error(rank: int, world: int) -> None:
     model = Masked()
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     first = ddp(torch.ones(4))
@@ -56,10 +54,6 @@ def _is_refused(rank: int, world: int) -> None:
             error = caught
     # Its backward would read a different value than its forward did.
     check((error is not None) == (rank == 1), f"rank {rank}: {error}")
-
-
-def test_broadcast_buffers_that_backward_reads_are_an_error(ranks: RankPool) -> None:
-    ranks.run(2, _is_refused)
 
 
 # --- bits ---
@@ -107,7 +101,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _takes_bits(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_broadcast_takes_every_bit_of_every_dtype(rank: int, world: int) -> None:
     model, first = Bits(rank), Bits(0)
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
 
@@ -128,10 +123,6 @@ def _takes_bits(rank: int, world: int) -> None:
             getattr(model, name).copy_(getattr(Bits(rank), name))
     ddp(torch.ones(1, 4))
     check_all("after forward", [""])
-
-
-def test_broadcast_takes_every_bit_of_every_dtype(ranks: RankPool) -> None:
-    ranks.run(2, _takes_bits)
 
 
 # --- buffers that change shape or dtype ---
@@ -159,7 +150,8 @@ CHANGES = {
 }
 
 
-def _changes_on_all(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_broadcast_buffers_that_change_alike_are_taken(rank: int, world: int) -> None:
     model = Changing()
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     for change in CHANGES.values():
@@ -173,11 +165,13 @@ def _changes_on_all(rank: int, world: int) -> None:
                 check(bool((buffer == step + 5).all()), f"{name}: {buffer}")
 
 
-def test_broadcast_buffers_that_change_alike_are_taken(ranks: RankPool) -> None:
-    ranks.run(2, _changes_on_all)
-
-
-def _changes_alone(rank: int, world: int, change: str, culprit: int) -> None:
+@pytest.mark.parametrize(("change", "culprit"), [
+    ("larger", 0), ("another_dtype", 1), ("registered", 1), ("all_removed", 0), ("first", 1),
+])  # fmt: skip
+@on_ranks(3)
+def test_broadcast_buffers_that_change_on_one_rank_raise_on_all(
+    rank: int, world: int, change: str, culprit: int
+) -> None:
     model = Changing()
     if change == "first":  # no rank has a buffer when the models are compared
         CHANGES["all_removed"](model)
@@ -198,12 +192,3 @@ def _changes_alone(rank: int, world: int, change: str, culprit: int) -> None:
     again = DistributedDataParallel(model, broadcast_buffers=True)
     again(torch.ones(1, 4)).sum().backward()
     check_same_on_all_ranks(list(model.buffers()), "buffers of the next wrapper")
-
-
-@pytest.mark.parametrize(("change", "culprit"), [
-    ("larger", 0), ("another_dtype", 1), ("registered", 1), ("all_removed", 0), ("first", 1),
-])  # fmt: skip
-def test_broadcast_buffers_that_change_on_one_rank_raise_on_all(
-    ranks: RankPool, change: str, culprit: int
-) -> None:
-    ranks.run(3, _changes_alone, change, culprit)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ddp_models import MODELS, build, data
 from ddp_steps_support import backward, make, mean_gradients
 from ddp_support import (
-    RankPool,
     alone,
     check,
     check_equal,
@@ -21,6 +20,7 @@ from ddp_support import (
     check_step,
     gradients,
     mean_over_ranks,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -65,7 +65,12 @@ def _shapes_loss(model: nn.Module, rank: int) -> Tensor:
     return model(data(rank, 0, 2, 3, 4, 4)).square().sum()
 
 
-def _sets_buffer(rank: int, world: int, dtype: torch.dtype, message_size: int) -> None:
+@pytest.mark.parametrize("message_size", [1, 20, 10_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(2)
+def test_comm_hook_set_buffer_gradients_are_its_views(
+    rank: int, world: int, dtype: torch.dtype, message_size: int
+) -> None:
     """The hook reads and writes the views of its own buffer."""
     ddp = DistributedDataParallel(build(Shapes), message_size=message_size)
 
@@ -86,15 +91,8 @@ def _sets_buffer(rank: int, world: int, dtype: torch.dtype, message_size: int) -
         check_step(ddp, _shapes_loss, f"step {step}")
 
 
-@pytest.mark.parametrize("message_size", [1, 20, 10_000_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_comm_hook_set_buffer_gradients_are_its_views(
-    ranks: RankPool, dtype: torch.dtype, message_size: int
-) -> None:
-    ranks.run(2, _sets_buffer, dtype, message_size)
-
-
-def _wrong_buffer(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_comm_hook_set_buffer_of_another_size_raises(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build())
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -106,11 +104,12 @@ def _wrong_buffer(rank: int, world: int) -> None:
         _loss(ddp, rank).backward()
 
 
-def test_comm_hook_set_buffer_of_another_size_raises(ranks: RankPool) -> None:
-    ranks.run(1, _wrong_buffer)
-
-
-def _wraps(rank: int, world: int, dtype: str, inner: str) -> None:
+@pytest.mark.parametrize("inner", ["all_reduce", "power_sgd"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@on_ranks(2)
+def test_comm_hook_of_torch_in_a_compress_wrapper_averages(
+    rank: int, world: int, dtype: str, inner: str
+) -> None:
     spec = MODELS["mlp"]
     ddp = DistributedDataParallel(spec.make(), message_size=30)
     state: Any = None
@@ -138,14 +137,6 @@ def _wraps(rank: int, world: int, dtype: str, inner: str) -> None:
         check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
 
 
-@pytest.mark.parametrize("inner", ["all_reduce", "power_sgd"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_comm_hook_of_torch_in_a_compress_wrapper_averages(
-    ranks: RankPool, dtype: str, inner: str
-) -> None:
-    ranks.run(2, _wraps, dtype, inner)
-
-
 # --- results ---
 
 RESULTS: dict[str, Any] = {
@@ -163,7 +154,13 @@ def _shuffled(flat: Tensor) -> Tensor:
     return flat.view(-1, 2).t()
 
 
-def _returns(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone_views"])  # fmt: skip
+@pytest.mark.parametrize("name", RESULTS)
+@on_ranks(2)
+def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
+    rank: int, world: int, name: str, options: dict[str, Any]
+) -> None:
     ddp = DistributedDataParallel(build(), **options)
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -177,19 +174,17 @@ def _returns(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
 
 
-@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "alone_views"])  # fmt: skip
-@pytest.mark.parametrize("name", RESULTS)
-def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
-    ranks: RankPool, name: str, options: dict[str, Any]
-) -> None:
-    ranks.run(2, _returns, name, options)
-
-
 # --- built-in hooks ---
 
 
-def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone_views"])  # fmt: skip
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@on_ranks()
+def test_builtin_comm_hook_averages(
+    rank: int, world: int, name: str, options: dict[str, Any]
+) -> None:
     ddp = DistributedDataParallel(make(), **options)
     ddp.register_builtin_comm_hook(name)
     tolerance = 2e-3 if name.startswith("fp16") else 1.5e-2
@@ -207,24 +202,11 @@ def _low_precision(rank: int, world: int, name: str, options: dict[str, Any]) ->
     check(ddp.statistics()["launched_in_backward"] > 0, "nothing overlapped")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"message_size": 1, "gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "alone_views"])  # fmt: skip
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_builtin_comm_hook_averages(
-    ranks: RankPool, name: str, options: dict[str, Any], world: int
-) -> None:
-    ranks.run(world, _low_precision, name, options)
-
-
-def _refuses_hooks(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_builtin_comm_hook_errors_name_the_choices(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     with raises(ValueError, "choose fp16 or bf16"):
         ddp.register_builtin_comm_hook("int8")
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     with raises(RuntimeError, "already registered"):
         ddp.register_builtin_comm_hook("bf16")
-
-
-def test_builtin_comm_hook_errors_name_the_choices(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_hooks)

@@ -21,6 +21,7 @@ from ddp_support import (
     check_gradients,
     check_same_on_all_ranks,
     gradients,
+    on_ranks,
     raises,
     to_reference,
 )
@@ -152,7 +153,13 @@ def check_compiled_step(
 # --- the split ---
 
 
-def _overlaps(rank: int, world: int, kind: str, inside: bool) -> None:
+@splits
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("kind", ["stack", "sequential", "broken"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compile_several_buckets_launches_between_pieces(
+    rank: int, world: int, kind: str, inside: bool
+) -> None:
     pieces = Pieces()
     model = stack_of(kind)
     ddp, called = wrap(model, pieces, inside)
@@ -173,15 +180,9 @@ def _overlaps(rank: int, world: int, kind: str, inside: bool) -> None:
 
 
 @splits
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("kind", ["stack", "sequential", "broken"])
-def test_compile_several_buckets_launches_between_pieces(
-    ranks: RankPool, kind: str, inside: bool
-) -> None:
-    ranks.run(2, _overlaps, kind, inside, timeout_s=TIMEOUT_S)
-
-
-def _is_whole(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["turned_off", "delayed", "one_bucket"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compile_nothing_to_overlap_keeps_the_graph(rank: int, world: int, how: str) -> None:
     pieces = Pieces()
     model = stack_of("stack")
     try:
@@ -196,12 +197,6 @@ def _is_whole(rank: int, world: int, how: str) -> None:
     # torch splits off a first piece of 1 MiB, for any bucket size.
     check_equal(pieces.graphs, 2 if how == "one_bucket" else 1, "graphs")
     check_equal(pieces.launched, [0] * pieces.graphs, "launched before each piece")
-
-
-@splits
-@pytest.mark.parametrize("how", ["turned_off", "delayed", "one_bucket"])
-def test_compile_nothing_to_overlap_keeps_the_graph(ranks: RankPool, how: str) -> None:
-    ranks.run(2, _is_whole, how, timeout_s=TIMEOUT_S)
 
 
 def test_compile_this_torch_asks_for_the_wrapper() -> None:
@@ -265,7 +260,9 @@ class Probe(nn.Module):
         return x * self.weight
 
 
-def _tells(rank: int, world: int) -> None:
+@splits
+@on_ranks(2)
+def test_compile_active_wrapper_is_restored(rank: int, world: int) -> None:
     def active() -> Any:
         return nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
@@ -292,11 +289,6 @@ def _tells(rank: int, world: int) -> None:
     check_equal(delayed.module.seen, [None], "delay_allreduce")
 
 
-@splits
-def test_compile_active_wrapper_is_restored(ranks: RankPool) -> None:
-    ranks.run(2, _tells)
-
-
 class Meets(nn.Module):
     """Waits for another thread within forward."""
 
@@ -310,7 +302,11 @@ class Meets(nn.Module):
         return self.layer(x)
 
 
-def _overlapping_forwards(rank: int, world: int) -> None:
+@splits
+@on_ranks(2)
+def test_compile_active_wrapper_is_restored_after_forwards_of_two_threads(
+    rank: int, world: int
+) -> None:
     first, second, last = threading.Event(), threading.Event(), threading.Event()
     wrappers = [DistributedDataParallel(Meets(*own)) for own in ((first, second), (second, last))]
     threads = [threading.Thread(target=one, args=(torch.ones(1, 2),)) for one in wrappers]
@@ -321,11 +317,6 @@ def _overlapping_forwards(rank: int, world: int) -> None:
     last.set()
     threads[1].join()
     check(nn.parallel.DistributedDataParallel._get_active_ddp_module() is None, "left over")
-
-
-@splits
-def test_compile_active_wrapper_is_restored_after_forwards_of_two_threads(ranks: RankPool) -> None:
-    ranks.run(2, _overlapping_forwards)
 
 
 EAGER = """
@@ -352,7 +343,8 @@ def _small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def _calls(rank: int, world: int) -> None:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compile_methods_in_a_compiled_function_work(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(_small(), gradient_average="weighted")
     net = _small()
     sharded = ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -380,14 +372,12 @@ def _calls(rank: int, world: int) -> None:
     check(all(changed), "the sharded step changed nothing")
 
 
-def test_compile_methods_in_a_compiled_function_work(ranks: RankPool) -> None:
-    ranks.run(2, _calls, timeout_s=TIMEOUT_S)
-
-
 # --- compiled autograd ---
 
 
-def _refuses(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["within_a_compiled_step", "enabled"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compile_compiled_autograd_is_refused(rank: int, world: int, how: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     torch._dynamo.reset()
     ddp = DistributedDataParallel(model)
@@ -415,8 +405,3 @@ def _refuses(rank: int, world: int, how: str) -> None:
         step()
         check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
     check_equal(ddp.statistics()["backwards"], 2, "synchronized backwards")
-
-
-@pytest.mark.parametrize("how", ["within_a_compiled_step", "enabled"])
-def test_compile_compiled_autograd_is_refused(ranks: RankPool, how: str) -> None:
-    ranks.run(2, _refuses, how, timeout_s=TIMEOUT_S)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import RankPool, bucket_names, check, check_equal, check_step, raises
+from ddp_support import RankPool, bucket_names, check, check_equal, check_step, on_ranks, raises
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, Reducer
@@ -36,17 +36,14 @@ def test_construction_without_process_group_says_how_to_make_one(kind: type) -> 
         kind(nn.Linear(2, 2))
 
 
-def _not_a_member(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_construction_outside_of_its_group_raises(rank: int, world: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
         DistributedDataParallel(nn.Linear(2, 2), process_group=group)
     else:
         with raises(RuntimeError, "rank 1 is not a member of its process group"):
             DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-
-
-def test_construction_outside_of_its_group_raises(ranks: RankPool) -> None:
-    ranks.run(2, _not_a_member)
 
 
 def _layer(inputs: int = 4, outputs: int = 3, **options: Any) -> nn.Sequential:
@@ -81,7 +78,12 @@ MISMATCHES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
-def _mismatched(rank: int, world: int, name: str, culprit: int) -> None:
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("name", MISMATCHES)
+@on_ranks(3)
+def test_mismatched_models_raise_on_every_rank(
+    rank: int, world: int, name: str, culprit: int
+) -> None:
     other, fragments = MISMATCHES[name]
     model = other() if rank == culprit else _layer()
     # Ranks are compared with rank 0. If rank 0 is the different one, the first other rank is named.
@@ -91,17 +93,6 @@ def _mismatched(rank: int, world: int, name: str, culprit: int) -> None:
     check_step(
         DistributedDataParallel(build()), _loss, "the next construction, with the same model"
     )
-
-
-@pytest.mark.parametrize("culprit", [0, 1, 2])
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_mismatched_models_raise_on_every_rank(ranks: RankPool, name: str, culprit: int) -> None:
-    ranks.run(3, _mismatched, name, culprit)
-
-
-def _other_options(rank: int, world: int, name: str, values: list[Any], said: str) -> None:
-    with raises(RuntimeError, "rank 1's model differs from rank 0's", said):
-        DistributedDataParallel(nn.Linear(2, 2), **{name: values[rank]})
 
 
 @pytest.mark.parametrize(("name", "values", "said"), [
@@ -122,13 +113,17 @@ def _other_options(rank: int, world: int, name: str, values: list[Any], said: st
     ("num_allreduce_streams", [1, 2], "without num_allreduce_streams, rank 1 with num"),
     ("registered_buffers", [False, True], "without registered_buffers, rank 1 with regis"),
 ], ids=str)  # fmt: skip
+@on_ranks(2)
 def test_options_that_differ_between_ranks_raise(
-    ranks: RankPool, name: str, values: list[Any], said: str
+    rank: int, world: int, name: str, values: list[Any], said: str
 ) -> None:
-    ranks.run(2, _other_options, name, values, said)
+    with raises(RuntimeError, "rank 1's model differs from rank 0's", said):
+        DistributedDataParallel(nn.Linear(2, 2), **{name: values[rank]})
 
 
-def _other_buffers(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["shape", "dtype", "missing", "name"])
+@on_ranks(2)
+def test_buffers_that_differ_between_ranks_raise(rank: int, world: int, name: str) -> None:
     model = nn.Linear(2, 2)
     mine = {
         "shape": torch.zeros(3 + rank),
@@ -142,11 +137,6 @@ def _other_buffers(rank: int, world: int, name: str) -> None:
     # Without broadcast_buffers, each rank has its own buffers.
     ddp = DistributedDataParallel(model)
     check_step(ddp, lambda m, r: m(data(r, 0, 3, 2)).sum(), "without broadcast_buffers")
-
-
-@pytest.mark.parametrize("name", ["shape", "dtype", "missing", "name"])
-def test_buffers_that_differ_between_ranks_raise(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _other_buffers, name)
 
 
 FOREIGN = nn.Parameter(torch.zeros(2))
@@ -191,7 +181,8 @@ def _refuses(rank: int, world: int, options: dict[str, Any], kind: Any, said: st
         DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
-def _refuses_text(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_switches_refuse_text(rank: int, world: int) -> None:
     options = inspect.signature(DistributedDataParallel.__init__).parameters.values()
     switches = {one.name for one in options if isinstance(one.default, bool)}
     no_effect = {
@@ -205,16 +196,14 @@ def _refuses_text(rank: int, world: int) -> None:
             DistributedDataParallel(nn.Linear(2, 2), **{name: "no"})
 
 
-def test_switches_refuse_text(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_text)
-
-
 @pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
 def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: Any) -> None:
     ranks.run(1, _refuses, *case[1:])
 
 
-def _positional_as_torch(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_output_device_by_position_raises_on_every_rank(rank: int, world: int) -> None:
+    """It would mean delay_allreduce=True on rank 1 and False on rank 0."""
     model = nn.Linear(2, 2)
     words = f"pass device_ids=[{rank}], output_device={rank} by keyword."
     with raises(TypeError, "the third positional argument is delay_allreduce", words):
@@ -228,30 +217,23 @@ def _positional_as_torch(rank: int, world: int) -> None:
     check(ddp.delay_allreduce, "an option of Apex's by keyword")
 
 
-def test_output_device_by_position_raises_on_every_rank(ranks: RankPool) -> None:
-    """It would mean delay_allreduce=True on rank 1 and False on rank 0."""
-    ranks.run(2, _positional_as_torch)
-
-
-def _one_bucket(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(nn.Linear(2, 2), **options)
-    ddp(torch.ones(1, 2)).sum().backward()
-    check_equal(len(bucket_names(ddp)), 1, "buckets")
-
-
 @pytest.mark.parametrize("options", [
     {"message_size": 2**70}, {"message_size": 1e9}, {"message_size": float("inf")},
     {"message_size": numpy.int64(10**9)},
     {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
     {"init_sync": 1, "check_reduction": 0, "registered_buffers": 0},
 ], ids=str)  # fmt: skip
+@on_ranks(2)
 def test_huge_sizes_and_switches_of_old_scripts_are_taken(
-    ranks: RankPool, options: dict[str, Any]
+    rank: int, world: int, options: dict[str, Any]
 ) -> None:
-    ranks.run(2, _one_bucket, options)
+    ddp = DistributedDataParallel(nn.Linear(2, 2), **options)
+    ddp(torch.ones(1, 2)).sum().backward()
+    check_equal(len(bucket_names(ddp)), 1, "buckets")
 
 
-def _refuses_more(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_contradictory_parameters_and_groups_raise(rank: int, world: int) -> None:
     model = nn.Linear(2, 2)
     with raises(TypeError, "wraps a torch.nn.Module, got int"):
         DistributedDataParallel(3)
@@ -271,11 +253,8 @@ def _refuses_more(rank: int, world: int) -> None:
     DistributedDataParallel(model, gradient_average_split_factor=2.0)
 
 
-def test_contradictory_parameters_and_groups_raise(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_more)
-
-
-def _unknown_dtype(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_unknown_dtype_names_the_parameter(rank: int, world: int) -> None:
     class Eight(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -289,11 +268,9 @@ def _unknown_dtype(rank: int, world: int) -> None:
     DistributedDataParallel(model)
 
 
-def test_unknown_dtype_names_the_parameter(ranks: RankPool) -> None:
-    ranks.run(2, _unknown_dtype)
-
-
-def _other_dtype_of_gradients(rank: int, world: int) -> None:
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@on_ranks(2)
+def test_other_dtype_of_gradients_names_the_parameter(rank: int, world: int) -> None:
     # The hazard: the gradient silently gets the dtype of its bucket.
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     model.weight.grad_dtype = torch.float32
@@ -303,12 +280,11 @@ def _other_dtype_of_gradients(rank: int, world: int) -> None:
     DistributedDataParallel(model)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_other_dtype_of_gradients_names_the_parameter(ranks: RankPool) -> None:
-    ranks.run(2, _other_dtype_of_gradients)
-
-
-def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:
+@pytest.mark.parametrize("parameters", [True, False])
+@on_ranks(2)
+def test_module_without_trainable_parameter_warns_once(
+    rank: int, world: int, parameters: bool
+) -> None:
     model = nn.Linear(4, 4).requires_grad_(False) if parameters else nn.Tanh()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -323,15 +299,11 @@ def _nothing_trainable(rank: int, world: int, parameters: bool) -> None:
     check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
 
 
-@pytest.mark.parametrize("parameters", [True, False])
-def test_module_without_trainable_parameter_warns_once(ranks: RankPool, parameters: bool) -> None:
-    ranks.run(2, _nothing_trainable, parameters)
-
-
 # --- while training ---
 
 
-def _static_graph_broken(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_static_graph_broken_names_the_parameter(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), static_graph=True)
     ddp(data(rank), [0, 1]).sum().backward()
     with raises(
@@ -342,11 +314,8 @@ def _static_graph_broken(rank: int, world: int) -> None:
     check_step(ddp, _loss, "recorded again")
 
 
-def test_static_graph_broken_names_the_parameter(ranks: RankPool) -> None:
-    ranks.run(2, _static_graph_broken)
-
-
-def _never_arrives(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_rank_that_never_arrives_raises_and_next_construction_works(rank: int, world: int) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
     for step in range(2):
@@ -363,11 +332,9 @@ def _never_arrives(rank: int, world: int) -> None:
         check_step(again, lambda m, r, s=step: _loss(m, r, s), f"constructed anew, step {step}")
 
 
-def test_rank_that_never_arrives_raises_and_next_construction_works(ranks: RankPool) -> None:
-    ranks.run(2, _never_arrives)
-
-
-def _hook_returns(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["no_future", "wrong_size", "failed"])
+@on_ranks(1)
+def test_comm_hook_that_returns_nonsense_raises(rank: int, world: int, what: str) -> None:
     def hook(state: object, bucket: Any) -> Any:
         future: Any = torch.futures.Future()
         if what == "no_future":
@@ -383,8 +350,3 @@ def _hook_returns(rank: int, world: int, what: str) -> None:
     said = {"no_future": "torch.futures.Future", "wrong_size": "elements", "failed": "the future"}
     with raises(Exception, said[what]):
         _loss(ddp, rank).backward()
-
-
-@pytest.mark.parametrize("what", ["no_future", "wrong_size", "failed"])
-def test_comm_hook_that_returns_nonsense_raises(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _hook_returns, what)

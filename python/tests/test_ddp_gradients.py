@@ -22,6 +22,7 @@ from ddp_support import (
     gradients,
     host_channel,
     mean_over_ranks,
+    on_ranks,
     to_reference,
     widen,
 )
@@ -114,7 +115,9 @@ def _step(ddp: nn.Module, value: float, dtype: torch.dtype) -> Tensor:
     return ddp.module.a.grad
 
 
-def _sums_half(rank: int, world: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_always_fp32_sum_beyond_half_range_is_finite(rank: int, world: int, views: bool) -> None:
     # Sums in shared memory are always in float32.
     for always, channel, expected in ((False, "0", math.inf), (False, "1", 4e4), (True, "0", 4e4)):
         with host_channel(channel):
@@ -132,21 +135,13 @@ def _sums_half(rank: int, world: int, views: bool) -> None:
                 )
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_always_fp32_sum_beyond_half_range_is_finite(ranks: RankPool, views: bool) -> None:
-    ranks.run(2, _sums_half, views)
-
-
-def _predivides(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_predivide_sum_beyond_half_range_is_finite(rank: int, world: int) -> None:
     # Without the option, the sum overflows. Divided by 8 first, it does not.
     ddp = DistributedDataParallel(_Vector(4, torch.float16), gradient_predivide_factor=8.0)
     for _ in range(2):
         grad = _step(ddp, 40000.0, torch.float16)
         check_equal(grad, torch.full_like(grad, 40000.0), "predivided")
-
-
-def test_predivide_sum_beyond_half_range_is_finite(ranks: RankPool) -> None:
-    ranks.run(2, _predivides)
 
 
 def _plans(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
@@ -184,7 +179,8 @@ def test_bucket_cap_plan_counts_bytes(ranks: RankPool) -> None:
     assert all(len(p) == 2 for p in ranks.run(2, _plans, {"bucket_cap_mb": 253 / (1 << 20)}))
 
 
-def _keeps_sparse(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sparse_embedding_gradient_stays_sparse(rank: int, world: int) -> None:
     spec = MODELS["sparse_embedding"]
     ddp = DistributedDataParallel(spec.make())
     for step in range(3):
@@ -193,11 +189,11 @@ def _keeps_sparse(rank: int, world: int) -> None:
         check(ddp.module.table.weight.grad.is_sparse, f"the gradient is dense in step {step}")
 
 
-def test_sparse_embedding_gradient_stays_sparse(ranks: RankPool) -> None:
-    ranks.run(2, _keeps_sparse)
-
-
-def _reads_and_holds(rank: int, world: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
+    rank: int, world: int, views: bool
+) -> None:
     spec = MODELS["mlp"]
     ddp = DistributedDataParallel(spec.make(), gradient_as_bucket_view=views)
     plain = copy.deepcopy(ddp.module)
@@ -224,13 +220,6 @@ def _reads_and_holds(rank: int, world: int, views: bool) -> None:
             held += [(p.grad, p.grad.clone()) for _, p in parameters]
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
-    ranks: RankPool, views: bool
-) -> None:
-    ranks.run(2, _reads_and_holds, views)
-
-
 class _Distilled(nn.Module):
     """A student with a frozen teacher that was created in inference mode."""
 
@@ -247,7 +236,8 @@ class _Distilled(nn.Module):
         return (self.student(x) - target).square().sum()
 
 
-def _distils(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_frozen_parameters_made_in_inference_mode(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(_Distilled(rank))
     check(torch.equal(ddp.module.teacher.weight, torch.zeros(2, 4)), "not rank 0's teacher")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -255,7 +245,3 @@ def _distils(rank: int, world: int) -> None:
     for step in range(3):
         check_step(ddp, lambda model, rank: model(torch.sin(x * (1 + rank))), f"step {step}")
         optimizer.step()
-
-
-def test_frozen_parameters_made_in_inference_mode(ranks: RankPool) -> None:
-    ranks.run(2, _distils)

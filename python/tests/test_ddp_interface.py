@@ -20,6 +20,7 @@ from ddp_support import (
     check_same_on_all_ranks,
     check_step,
     gradients,
+    on_ranks,
     to_reference,
     widen,
 )
@@ -41,7 +42,8 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 # --- state and attributes ---
 
 
-def _state(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_state_dict_and_attributes_as_scripts_expect(rank: int, world: int) -> None:
     model = SPEC.make()
     ddp = DistributedDataParallel(model, message_size=77, delay_allreduce=1)  # as old scripts do
     check_equal(list(ddp.state_dict()), [f"module.{name}" for name in model.state_dict()], "keys")
@@ -62,11 +64,10 @@ def _state(rank: int, world: int) -> None:
     check_equal(ddp.zero_grad(), None, "zero_grad()")
 
 
-def test_state_dict_and_attributes_as_scripts_expect(ranks: RankPool) -> None:
-    ranks.run(2, _state)
-
-
-def _copies(rank: int, world: int, how: str, trained: bool) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
+@on_ranks(2)
+def test_copy_of_the_wrapper_trains(rank: int, world: int, how: str, trained: bool) -> None:
     ddp = DistributedDataParallel(
         SPEC.make(), message_size=30, gradient_as_bucket_view=True, gradient_predivide_factor=2.0
     )
@@ -91,12 +92,6 @@ def _copies(rank: int, world: int, how: str, trained: bool) -> None:
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"the original, step {step}")
     with twin.no_sync():
         _loss(twin, rank).backward()
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
-def test_copy_of_the_wrapper_trains(ranks: RankPool, how: str, trained: bool) -> None:
-    ranks.run(2, _copies, how, trained)
 
 
 def test_pickled_wrapper_without_group_evaluates(ranks: RankPool) -> None:
@@ -137,7 +132,8 @@ def _with_arguments(rank: int, world: int, args: Any, kwargs: Any) -> None:
     check_step(ddp, _loss, f"{args} {kwargs}")
 
 
-def _subgroup(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_process_group_averages_over_its_ranks_only(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[rank % 2]
     ddp = DistributedDataParallel(SPEC.make(seed=rank), process_group=mine)
@@ -147,10 +143,6 @@ def _subgroup(rank: int, world: int) -> None:
         (loss_of(plain(*widen(batch(SPEC, r)))) / mine.size()).backward()
     _loss(ddp, rank).backward()
     check_gradients(ddp, gradients(plain), "in a group of its own", 1e-4)
-
-
-def test_process_group_averages_over_its_ranks_only(ranks: RankPool) -> None:
-    ranks.run(3, _subgroup)
 
 
 class _WithBuffers(nn.Module):
@@ -164,7 +156,14 @@ class _WithBuffers(nn.Module):
         return self.norm(self.layer(x))
 
 
-def _buffers(rank: int, world: int, options: dict[str, Any], kept: bool) -> None:
+@pytest.mark.parametrize(("options", "kept"), [
+    ({}, True), ({"broadcast_buffers": True}, False), ({"forward_sync_buffers": True}, False),
+    ({"broadcast_buffers": False}, True),
+])  # fmt: skip
+@on_ranks(2)
+def test_buffers_are_left_alone_unless_asked(
+    rank: int, world: int, options: dict[str, Any], kept: bool
+) -> None:
     model = build(_WithBuffers)
     model.number.fill_(rank)
     ddp = DistributedDataParallel(model, **options)
@@ -186,20 +185,11 @@ def _buffers(rank: int, world: int, options: dict[str, Any], kept: bool) -> None
     check(not torch.equal(*means), "running means agree though batches differ")
 
 
-@pytest.mark.parametrize(("options", "kept"), [
-    ({}, True), ({"broadcast_buffers": True}, False), ({"forward_sync_buffers": True}, False),
-    ({"broadcast_buffers": False}, True),
-])  # fmt: skip
-def test_buffers_are_left_alone_unless_asked(
-    ranks: RankPool, options: dict[str, Any], kept: bool
-) -> None:
-    ranks.run(2, _buffers, options, kept)
-
-
 # --- Reducer and flat_dist_call ---
 
 
-def _reduces_module(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_reducer_of_a_module_averages_when_asked(rank: int, world: int) -> None:
     model = SPEC.make(seed=rank)
     reducer = Reducer(model)
     check_same_on_all_ranks([p.data for p in model.parameters()], "parameters")
@@ -216,11 +206,8 @@ def _reduces_module(rank: int, world: int) -> None:
     check(model.c.bias.grad is None, "a frozen parameter got a gradient")
 
 
-def test_reducer_of_a_module_averages_when_asked(ranks: RankPool) -> None:
-    ranks.run(2, _reduces_module)
-
-
-def _reduces_list(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_reducer_of_tensors_averages_in_place(rank: int, world: int) -> None:
     tensors = [
         torch.full((3,), float(rank)),
         [torch.full((2, 2), 4.0 * rank, dtype=torch.float64), (torch.full((1,), 2.0 * rank),)],
@@ -238,11 +225,8 @@ def _reduces_list(rank: int, world: int) -> None:
     check_equal(tensors[3], torch.arange(6.0).reshape(2, 3).t() * 0.5, "transposed")
 
 
-def test_reducer_of_tensors_averages_in_place(ranks: RankPool) -> None:
-    ranks.run(2, _reduces_list)
-
-
-def _calls_flat(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_flat_dist_call_averages_and_broadcasts(rank: int, world: int) -> None:
     def make() -> list[Tensor]:
         return [
             torch.full((3,), 1.0 + rank),
@@ -259,7 +243,3 @@ def _calls_flat(rank: int, world: int) -> None:
     check_equal(tensors[0], torch.full((3,), 2.0), "broadcast from rank 1")
     check_equal(tensors[1], torch.full((2, 2), 3.0, dtype=torch.float64), "broadcast, float64")
     flat_dist_call([], dist.all_reduce)
-
-
-def test_flat_dist_call_averages_and_broadcasts(ranks: RankPool) -> None:
-    ranks.run(2, _calls_flat)

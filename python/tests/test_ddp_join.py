@@ -8,20 +8,52 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_join_support import Counter, batch, make, reference_step
+from ddp_steps_support import batch, make
 from ddp_support import (
     RankPool,
     check,
     check_near,
     check_same_on_all_ranks,
     gradients,
+    on_ranks,
     raises,
     to_reference,
 )
+from torch import nn
 
 from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
+
+
+def reference_step(
+    reference: nn.Module, active: list[int], divide_by: int, steps: list[int], rate: float
+) -> dict[str, Any]:
+    """One synchronized step in float64 on the batches of the active ranks. Returns gradients by
+    name."""
+    reference.zero_grad()
+    for rank in active:
+        for step in steps:
+            (reference(batch(rank, step).double()).square().sum() / divide_by).backward()
+    result = gradients(reference)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter -= rate * parameter.grad
+    return result
+
+
+class Counter(nn.Module):
+    """Its buffer counts the rank's data, and the loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.sum()
+        return x * self.scale + self.seen
 
 
 def _follows_reference(
@@ -81,7 +113,8 @@ def test_join_any_counts_equal_one_process(ranks: RankPool, counts: list[int]) -
 # --- buffers ---
 
 
-def _counts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_join_buffers_are_those_of_a_rank_that_had_data_to_the_end(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(Counter(), broadcast_buffers=True)
     with ddp.join():
         for step in range([1, 3][rank]):
@@ -92,11 +125,8 @@ def _counts(rank: int, world: int) -> None:
     check_near(ddp.module.seen, seen, "buffer", 1e-4)
 
 
-def test_join_buffers_are_those_of_a_rank_that_had_data_to_the_end(ranks: RankPool) -> None:
-    ranks.run(2, _counts)
-
-
-def _no_sync_differs(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_join_no_sync_needs_nothing_from_the_others(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     reference = to_reference(ddp.module)
     with ddp.join():
@@ -113,11 +143,8 @@ def _no_sync_differs(rank: int, world: int) -> None:
             check_near(grad, expected[name], name, 1e-4)
 
 
-def test_join_no_sync_needs_nothing_from_the_others(ranks: RankPool) -> None:
-    ranks.run(2, _no_sync_differs)
-
-
-def _fails_in_backward(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_join_exception_in_backward_ends_all_ranks(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     steps = 0
 
@@ -133,14 +160,11 @@ def _fails_in_backward(rank: int, world: int) -> None:
             torch.sin(ddp(batch(rank, steps))).sum().backward()
 
 
-def test_join_exception_in_backward_ends_all_ranks(ranks: RankPool) -> None:
-    ranks.run(3, _fails_in_backward)
-
-
 # --- the edges ---
 
 
-def _throws(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_join_throw_on_early_termination_raises_on_all(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     try:
         with ddp.join(throw_on_early_termination=True):
@@ -153,11 +177,8 @@ def _throws(rank: int, world: int) -> None:
         raise AssertionError("nothing was raised")
 
 
-def test_join_throw_on_early_termination_raises_on_all(ranks: RankPool) -> None:
-    ranks.run(2, _throws)
-
-
-def _is_disabled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_join_disabled_and_nested(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     with ddp.join(enable=False):
         ddp(batch(rank, 0)).sum().backward()
@@ -170,7 +191,3 @@ def _is_disabled(rank: int, world: int) -> None:
             check("join() was entered inside another join()" in str(error), str(error))
         else:
             raise AssertionError("nesting was not refused")
-
-
-def test_join_disabled_and_nested(ranks: RankPool) -> None:
-    ranks.run(2, _is_disabled)

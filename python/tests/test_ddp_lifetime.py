@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import RankPool, check, check_equal, check_step, raises
+from ddp_support import check, check_equal, check_step, on_ranks, raises
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 
@@ -70,7 +70,9 @@ CIRCLES: dict[str, Callable[[DistributedDataParallel], Trainer | None]] = {
 }
 
 
-def _is_freed(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", CIRCLES)
+@on_ranks(2)
+def test_wrapper_in_a_circle_is_freed(rank: int, world: int, name: str) -> None:
     def use() -> list[weakref.ref[Any]]:
         ddp = DistributedDataParallel(build(), message_size=20)
         trainer = CIRCLES[name](ddp)
@@ -90,12 +92,11 @@ def _is_freed(rank: int, world: int, name: str) -> None:
     check_step(DistributedDataParallel(build()), _loss, "the next wrapper")
 
 
-@pytest.mark.parametrize("name", CIRCLES)
-def test_wrapper_in_a_circle_is_freed(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _is_freed, name)
-
-
-def _is_gone(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["hook", "neither"])
+@on_ranks(2)
+def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
+    rank: int, world: int, what: str
+) -> None:
     # not the group of other tests, because the hook fails it
     ddp = DistributedDataParallel(build(), process_group=dist.new_group())
     _loss(ddp, rank).backward()
@@ -113,17 +114,11 @@ def _is_gone(rank: int, world: int, what: str) -> None:
     check_step(DistributedDataParallel(module), _loss, "wrapped again")
 
 
-@pytest.mark.parametrize("what", ["hook", "neither"])
-def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
-    ranks: RankPool, what: str
-) -> None:
-    ranks.run(2, _is_gone, what)
-
-
 # --- copies ---
 
 
-def _shares_state(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_copy_shares_a_hooks_state_that_holds_a_process_group(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_group(), 1000)
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
@@ -134,7 +129,3 @@ def _shares_state(rank: int, world: int) -> None:
         check_step(twin, _loss, f"the copy, step {step}")
     check(state.iter > before, "the copy does not use the original's state")
     check_step(ddp, _loss, "the original again")
-
-
-def test_copy_shares_a_hooks_state_that_holds_a_process_group(ranks: RankPool) -> None:
-    ranks.run(2, _shares_state)

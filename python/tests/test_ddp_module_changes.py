@@ -10,13 +10,13 @@ import pytest
 import torch
 from ddp_models import build, data
 from ddp_support import (
-    RankPool,
     bucket_names,
     check,
     check_equal,
     check_same_on_all_ranks,
     check_step,
     host_channel,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -40,7 +40,9 @@ def _layer(rank: int, outputs: int = 4) -> nn.Linear:
 # --- a change that is refused ---
 
 
-def _repaired(rank: int, world: int, repair: str) -> None:
+@pytest.mark.parametrize("repair", ["taken back", "made on the other rank", "made on all ranks"])
+@on_ranks(2)
+def test_change_refused_then_repaired_averages(rank: int, world: int, repair: str) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     layers = ddp.module.layers
     old = layers[1]
@@ -64,15 +66,11 @@ def _repaired(rank: int, world: int, repair: str) -> None:
     check_equal(len(names), 6, "parameters in the plan")
 
 
-@pytest.mark.parametrize("repair", ["taken back", "made on the other rank", "made on all ranks"])
-def test_change_refused_then_repaired_averages(ranks: RankPool, repair: str) -> None:
-    ranks.run(2, _repaired, repair)
-
-
 # --- another module ---
 
 
-def _assigns_module(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_module_assigned_averages(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     check_step(ddp, _loss, "before")
     ddp.module = build(seed=10 + rank)
@@ -82,11 +80,11 @@ def _assigns_module(rank: int, world: int) -> None:
         check_step(ddp, _loss, f"the new module, step {step}")
 
 
-def test_module_assigned_averages(ranks: RankPool) -> None:
-    ranks.run(2, _assigns_module)
-
-
-def _copied_then_changed(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["copied", "before its first step", "pickled"])
+@on_ranks(2)
+def test_module_changed_before_a_copys_first_forward_takes_rank_0s(
+    rank: int, world: int, how: str
+) -> None:
     """As for any module, although nothing is broadcast for an unchanged copy."""
     first = DistributedDataParallel(build(), message_size=20)
     if how == "before its first step":
@@ -98,13 +96,6 @@ def _copied_then_changed(rank: int, world: int, how: str) -> None:
     check_same_on_all_ranks(list(ddp.parameters()), "parameters of the changed copy")
     for step in range(3):
         check_step(ddp, _loss, f"the changed copy, step {step}")
-
-
-@pytest.mark.parametrize("how", ["copied", "before its first step", "pickled"])
-def test_module_changed_before_a_copys_first_forward_takes_rank_0s(
-    ranks: RankPool, how: str
-) -> None:
-    ranks.run(2, _copied_then_changed, how)
 
 
 # --- what is no change ---
@@ -130,7 +121,11 @@ class Reassigns(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def _reassigns(rank: int, world: int, on: list[int]) -> None:
+@pytest.mark.parametrize("on", [[], [1], [0, 1]], ids=["no_rank", "one_rank", "all_ranks"])
+@on_ranks(2)
+def test_module_without_parameters_replaced_in_forward_is_no_change(
+    rank: int, world: int, on: list[int]
+) -> None:
     model = build(lambda: Reassigns(on, rank))
     ddp = DistributedDataParallel(model, message_size=20)
     with torch.no_grad():
@@ -146,13 +141,6 @@ def _reassigns(rank: int, world: int, on: list[int]) -> None:
     check_step(ddp, lambda m, r: m(data(r)).square().sum(), "a layer replaced")
 
 
-@pytest.mark.parametrize("on", [[], [1], [0, 1]], ids=["no_rank", "one_rank", "all_ranks"])
-def test_module_without_parameters_replaced_in_forward_is_no_change(
-    ranks: RankPool, on: list[int]
-) -> None:
-    ranks.run(2, _reassigns, on)
-
-
 # --- trigger parameters ---
 
 
@@ -160,7 +148,10 @@ def _closing(ddp: DistributedDataParallel) -> list[str]:
     return [bucket[-1] for bucket in bucket_names(ddp)]
 
 
-def _changes_triggers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_trigger_parameters_that_are_replaced_or_frozen_are_followed_by_name(
+    rank: int, world: int
+) -> None:
     model = build()
     layers = model.layers
     triggers = [layer.weight for layer in layers]
@@ -188,12 +179,6 @@ def _changes_triggers(rank: int, world: int) -> None:
     check_equal(_closing(ddp), [every[0], every[2]], "closing parameters, one removed")
 
 
-def test_trigger_parameters_that_are_replaced_or_frozen_are_followed_by_name(
-    ranks: RankPool,
-) -> None:
-    ranks.run(2, _changes_triggers)
-
-
 # --- a parameter of another shape ---
 
 
@@ -218,7 +203,11 @@ class _Words(nn.Module):
         return self.last(self.words(ids)).square()
 
 
-def _resizes_words(rank: int, world: int, holds: str) -> None:
+@pytest.mark.parametrize("holds", ["reducer", "graph", "nothing"])
+@on_ranks(2)
+def test_data_of_another_shape_while_its_accumulator_is_alive(
+    rank: int, world: int, holds: str
+) -> None:
     """Hazard: the accumulator of the old shape lives on, in the old reducer or in a graph.
 
     transformers' ``resize_token_embeddings()`` does this: ``.data`` of another shape and a new
@@ -236,12 +225,13 @@ def _resizes_words(rank: int, world: int, holds: str) -> None:
         del held
 
 
-@pytest.mark.parametrize("holds", ["reducer", "graph", "nothing"])
-def test_data_of_another_shape_while_its_accumulator_is_alive(ranks: RankPool, holds: str) -> None:
-    ranks.run(2, _resizes_words, holds)
-
-
-def _apart(rank: int, world: int, kind: str, channel: str) -> None:
+# Gloo used to end the process.
+@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "gloo"])
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+@on_ranks(2)
+def test_parameter_of_another_kind_on_each_rank_raises(
+    rank: int, world: int, kind: str, channel: str
+) -> None:
     """Every rank leaves the plan, and their messages would have different sizes."""
     with host_channel(channel):
         ddp = DistributedDataParallel(_Scale())
@@ -259,12 +249,3 @@ def _apart(rank: int, world: int, kind: str, channel: str) -> None:
     small.data = torch.ones(7, 2)
     for step in range(2):
         check_step(ddp, lambda model, rank: model(data(rank)), f"alike again, step {step}")
-
-
-# Gloo used to end the process.
-@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "gloo"])
-@pytest.mark.parametrize("kind", ["dtype", "shape"])
-def test_parameter_of_another_kind_on_each_rank_raises(
-    ranks: RankPool, kind: str, channel: str
-) -> None:
-    ranks.run(2, _apart, kind, channel)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_steps_support import backward, batch, make, raised
-from ddp_support import RankPool, check, check_equal, check_near, check_same_on_all_ranks
+from ddp_support import check, check_equal, check_near, check_same_on_all_ranks, on_ranks
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.processes
 # --- another thread ---
 
 
-def _polled(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_properties_that_another_thread_polls_do_not_stop_training(rank: int, world: int) -> None:
     """Hazard: a property waits for the reducer with the GIL, and the reducer for the GIL."""
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     norms: dict[Any, Any] = {}
@@ -46,14 +47,11 @@ def _polled(rank: int, world: int) -> None:
         thread.join()
 
 
-def test_properties_that_another_thread_polls_do_not_stop_training(ranks: RankPool) -> None:
-    ranks.run(1, _polled)
-
-
 # --- non-finite gradients ---
 
 
-def _saves_state(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_state_dict_from_another_thread_does_not_change_training(rank: int, world: int) -> None:
     """Oracle: the same steps without the other thread."""
     alone, read = (DistributedDataParallel(make(), message_size=20) for _ in range(2))
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (alone, read)]
@@ -87,11 +85,13 @@ def _saves_state(rank: int, world: int) -> None:
     check_same_on_all_ranks([p.data for p in read.parameters()], "parameters")
 
 
-def test_state_dict_from_another_thread_does_not_change_training(ranks: RankPool) -> None:
-    ranks.run(2, _saves_state)
-
-
-def _finds_non_finite(rank: int, world: int, value: float, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
+                         ids=["one_bucket", "alone", "views"])  # fmt: skip
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@on_ranks(3)
+def test_check_finite_names_rank_and_parameter(
+    rank: int, world: int, value: float, options: dict[str, Any]
+) -> None:
     ddp = DistributedDataParallel(make(), check_finite=True, **options)
     for step in range(4):
         ddp.zero_grad()
@@ -114,16 +114,8 @@ def _finds_non_finite(rank: int, world: int, value: float, options: dict[str, An
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
 
 
-@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
-                         ids=["one_bucket", "alone", "views"])  # fmt: skip
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_check_finite_names_rank_and_parameter(
-    ranks: RankPool, value: float, options: dict[str, Any]
-) -> None:
-    ranks.run(3, _finds_non_finite, value, options)
-
-
-def _finite_whose_sum_overflows(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_check_finite_takes_values_whose_sum_overflows(rank: int, world: int) -> None:
     """Hazard: a bucket's sum, which decides where to look, is infinite although no value is."""
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), check_finite=True)
     ddp.module.weight.register_hook(lambda grad: torch.full_like(grad, 3e38 * rank))
@@ -133,14 +125,11 @@ def _finite_whose_sum_overflows(rank: int, world: int) -> None:
     check_near(ddp.module.weight.grad, torch.full((3, 3), 1.5e38), "average", 1e33)
 
 
-def test_check_finite_takes_values_whose_sum_overflows(ranks: RankPool) -> None:
-    ranks.run(2, _finite_whose_sum_overflows)
-
-
 # --- profiler ranges ---
 
 
-def _shows_ranges(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_profiler_shows_forward_buckets_and_end(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(), prof=True, message_size=30)
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -154,11 +143,8 @@ def _shows_ranges(rank: int, world: int) -> None:
     check_equal(counts.get("apex::reducer::finish_backward"), 1, "ends of backward")
 
 
-def test_profiler_shows_forward_buckets_and_end(ranks: RankPool) -> None:
-    ranks.run(2, _shows_ranges)
-
-
-def _times(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_statistics_have_the_times_of_the_last_step(rank: int, world: int) -> None:
     """Oracle: a sleep of rank 1 in backward, for which rank 0 waits."""
     ddp = DistributedDataParallel(make())
     x = batch(rank, 0).requires_grad_()
@@ -173,7 +159,3 @@ def _times(rank: int, world: int) -> None:
     times = ddp.statistics()
     check(rank == 0 or times["last_step_compute_s"] >= 0.1, f"own time: {times}")
     check(rank == 1 or times["last_backward_wait_s"] > 0, f"waits: {times}")
-
-
-def test_statistics_have_the_times_of_the_last_step(ranks: RankPool) -> None:
-    ranks.run(2, _times)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
-    RankPool,
     check_step,
     host_channel,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -42,7 +42,14 @@ def _average(
     return work.get_future().then(lambda f: f.value()[0])
 
 
-def _hook_fails(rank: int, world: int, way: str, at: int, everywhere: bool, shared: bool) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "sockets"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["rank_1", "every_rank"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("way", ["raises", "future"])
+@on_ranks(3)
+def test_hook_that_fails_ends_the_wrapper_on_every_rank(
+    rank: int, world: int, way: str, at: int, everywhere: bool, shared: bool
+) -> None:
     """Every rank raises in the same step, with rank, bucket and cause, and the wrapper has failed
     for good."""
     with host_channel("1" if shared else "0"):
@@ -74,17 +81,8 @@ def _hook_fails(rank: int, world: int, way: str, at: int, everywhere: bool, shar
         _loss(ddp, rank).backward()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "sockets"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["rank_1", "every_rank"])
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("way", ["raises", "future"])
-def test_hook_that_fails_ends_the_wrapper_on_every_rank(
-    ranks: RankPool, way: str, at: int, everywhere: bool, shared: bool
-) -> None:
-    ranks.run(3, _hook_fails, way, at, everywhere, shared)
-
-
-def _hook_is_interrupted(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hook_that_is_interrupted_interrupts_backward(rank: int, world: int) -> None:
     group = _group()
     ddp = DistributedDataParallel(build(), process_group=group)
 
@@ -98,7 +96,3 @@ def _hook_is_interrupted(rank: int, world: int) -> None:
         _loss(ddp, rank).backward()
     with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
-
-
-def test_hook_that_is_interrupted_interrupts_backward(ranks: RankPool) -> None:
-    ranks.run(2, _hook_is_interrupted)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import build, data
-from ddp_support import RankPool, alone, check, check_near, gradients, mean_over_ranks
+from ddp_support import alone, check, check_near, gradients, mean_over_ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -76,7 +76,9 @@ class Returns(nn.Module):
         return OUTPUTS[self.name][0](y)
 
 
-def _returns(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", [*OUTPUTS, "nothing"])
+@on_ranks(2)
+def test_outputs_of_every_form_average(rank: int, world: int, name: str) -> None:
     ddp = DistributedDataParallel(build(lambda: Returns(name)))
     take = (lambda o: ddp.module.kept) if name == "nothing" else OUTPUTS[name][1]
     kind = type(Returns(name)(data(rank)))
@@ -96,12 +98,8 @@ def _returns(rank: int, world: int, name: str) -> None:
             check_near(grad, expected[key], f"{key}, step {step}", 1e-5)
 
 
-@pytest.mark.parametrize("name", [*OUTPUTS, "nothing"])
-def test_outputs_of_every_form_average(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _returns, name)
-
-
-def _calls(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_forward_passes_every_argument(rank: int, world: int) -> None:
     class Keywords(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,7 +113,3 @@ def _calls(rank: int, world: int) -> None:
     out, flip, more = ddp(x, x, flip=True, other={"x": x})
     check(flip is True and more["other"]["x"] is x, "arguments did not arrive as they were")
     out.sum().backward()
-
-
-def test_forward_passes_every_argument(ranks: RankPool) -> None:
-    ranks.run(2, _calls)

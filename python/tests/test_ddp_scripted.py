@@ -11,7 +11,6 @@ import pytest
 import torch
 from ddp_models import build, data
 from ddp_support import (
-    RankPool,
     alone,
     check,
     check_equal,
@@ -19,6 +18,7 @@ from ddp_support import (
     check_same_on_all_ranks,
     check_step,
     mean_over_ranks,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -74,7 +74,13 @@ def _check_step(ddp: nn.Module, kind: str, rank: int, world: int, step: int) -> 
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
 
 
-def _scripted(rank: int, world: int, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}],
+                         ids=["copies", "views"])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_scripted_module_averages(
+    rank: int, world: int, kind: str, options: dict[str, Any]
+) -> None:
     model = build(KINDS[kind][0])
     with torch.no_grad():
         next(model.parameters()).add_(rank)
@@ -93,13 +99,6 @@ def _scripted(rank: int, world: int, kind: str, options: dict[str, Any]) -> None
         _check_step(ddp, kind, rank, world, step)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}],
-                         ids=["copies", "views"])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-def test_scripted_module_averages(ranks: RankPool, kind: str, options: dict[str, Any]) -> None:
-    ranks.run(2, _scripted, kind, options)
-
-
 class Lazy(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -110,7 +109,8 @@ class Lazy(nn.Module):
         return self.last(self.part(x))
 
 
-def _lazy(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_lazy_module_not_initialized_raises_and_says_how_it_is(rank: int, world: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = Lazy(nn.LazyLinear(5))
@@ -123,7 +123,3 @@ def _lazy(rank: int, world: int) -> None:
     statistics(data(0))
     check_step(DistributedDataParallel(model), _loss, "initialized")
     check_step(DistributedDataParallel(statistics), _loss, "initialized, with buffers")
-
-
-def test_lazy_module_not_initialized_raises_and_says_how_it_is(ranks: RankPool) -> None:
-    ranks.run(2, _lazy)

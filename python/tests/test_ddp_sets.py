@@ -12,13 +12,13 @@ import pytest
 import torch
 from ddp_models import build, data
 from ddp_support import (
-    RankPool,
     check,
     check_near,
     check_same_on_all_ranks,
     check_step,
     gradients,
     host_channel,
+    on_ranks,
     raises,
     to_reference,
 )
@@ -56,7 +56,12 @@ CHANGES = {
 }
 
 
-def _joins(rank: int, world: int, channel: str, change: str) -> None:
+@CHANNEL
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(3)
+def test_plans_that_change_under_join_when_a_rank_has_no_data(
+    rank: int, world: int, channel: str, change: str
+) -> None:
     """Ranks with data change the plan when rank 0 has none."""
     ddp = _wrapper(rank, channel)
     for step in range(2):
@@ -79,18 +84,14 @@ def _joins(rank: int, world: int, channel: str, change: str) -> None:
     _step(ddp, 31, "after")
 
 
-@CHANNEL
-@pytest.mark.parametrize("change", CHANGES)
-def test_plans_that_change_under_join_when_a_rank_has_no_data(
-    ranks: RankPool, change: str, channel: str
-) -> None:
-    ranks.run(3, _joins, channel, change)
-
-
 # --- graphs from before a change ---
 
 
-def _unfrozen_again(rank: int, world: int, channel: str) -> None:
+@CHANNEL
+@on_ranks(2)
+def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(
+    rank: int, world: int, channel: str
+) -> None:
     """As in a GAN's critic: it builds a graph, is frozen for another forward, and then runs its
     backward."""
     ddp = _wrapper(rank, channel)
@@ -113,15 +114,12 @@ def _unfrozen_again(rank: int, world: int, channel: str) -> None:
         check_same_on_all_ranks([p.grad for p in ddp.parameters()], f"step {step}")
 
 
-@CHANNEL
-def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(ranks: RankPool, channel: str) -> None:
-    ranks.run(2, _unfrozen_again, channel)
-
-
 # --- refused steps ---
 
 
-def _skips_a_refused_step(rank: int, world: int, channel: str) -> None:
+@CHANNEL
+@on_ranks(2)
+def test_a_skip_ends_with_the_refused_step(rank: int, world: int, channel: str) -> None:
     """skip_step() applies to the refused backward, and not to the next one."""
     ddp = _wrapper(rank, channel)
     layer = ddp.module.layers[1]
@@ -140,11 +138,8 @@ def _skips_a_refused_step(rank: int, world: int, channel: str) -> None:
 
 
 @CHANNEL
-def test_a_skip_ends_with_the_refused_step(ranks: RankPool, channel: str) -> None:
-    ranks.run(2, _skips_a_refused_step, channel)
-
-
-def _dtype_and_back(rank: int, world: int, channel: str) -> None:
+@on_ranks(2)
+def test_a_dtype_changed_and_changed_back_on_one_rank(rank: int, world: int, channel: str) -> None:
     """A change that one rank has reverted is no change."""
     ddp = _wrapper(rank, channel)
     _step(ddp, 0)
@@ -155,8 +150,3 @@ def _dtype_and_back(rank: int, world: int, channel: str) -> None:
         ddp.module.float()
     for step in range(2, 5):
         _step(ddp, step)
-
-
-@CHANNEL
-def test_a_dtype_changed_and_changed_back_on_one_rank(ranks: RankPool, channel: str) -> None:
-    ranks.run(2, _dtype_and_back, channel)

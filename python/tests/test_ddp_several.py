@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_support import (
-    RankPool,
     check,
     check_equal,
     check_near,
     check_same_on_all_ranks,
     gradients,
+    on_ranks,
     raises,
     to_reference,
 )
@@ -32,7 +32,12 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
+@pytest.mark.parametrize("ends", ["same", "outer", "kept output"])
+@pytest.mark.parametrize("how", ["method", "inputs", "forward"])
+@on_ranks(2)
+def test_wrapper_is_dropped_the_other_one_averages(
+    rank: int, world: int, how: str, ends: str
+) -> None:
     """Hazard: the remaining wrapper does not own the parameters, and nothing is averaged."""
     torch.manual_seed(rank)
     net = nn.Linear(4, 1)
@@ -60,13 +65,10 @@ def _wrapper_is_dropped(rank: int, world: int, how: str, ends: str) -> None:
         check_same_on_all_ranks([net.weight.grad], "afterwards")
 
 
-@pytest.mark.parametrize("ends", ["same", "outer", "kept output"])
-@pytest.mark.parametrize("how", ["method", "inputs", "forward"])
-def test_wrapper_is_dropped_the_other_one_averages(ranks: RankPool, how: str, ends: str) -> None:
-    ranks.run(2, _wrapper_is_dropped, how, ends)
-
-
-def _streams_of_eager_nccl(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_ranks_alone(
+    rank: int, world: int
+) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank > 1:  # the other pair creates no wrapper
         return
@@ -87,13 +89,8 @@ def _streams_of_eager_nccl(rank: int, world: int) -> None:
             check_near(grad, expected[name], f"step {step}: {name}")
 
 
-def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_ranks_alone(
-    ranks: RankPool,
-) -> None:
-    ranks.run(4, _streams_of_eager_nccl)
-
-
-def _streams_of_two_backends(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_several_communicators_beside_gloo_are_not_split(rank: int, world: int) -> None:
     """Hazard: split_group() passes NCCL's options to the Gloo backend for the CPU."""
     pair = dist.new_group([0, 1])
     kinds = unittest.mock.patch.object(groups, "backend_name", lambda group, device: str(device))
@@ -103,7 +100,3 @@ def _streams_of_two_backends(rank: int, world: int) -> None:
         if rank < 2:  # new_group() would wait for the third rank
             with raises(ValueError, "not its only backend", "num_allreduce_streams=1"):
                 groups.group_like(pair)
-
-
-def test_several_communicators_beside_gloo_are_not_split(ranks: RankPool) -> None:
-    ranks.run(3, _streams_of_two_backends)

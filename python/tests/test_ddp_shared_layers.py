@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check_near, gradients, raises, to_reference
+from ddp_support import check_near, gradients, on_ranks, raises, to_reference
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel
@@ -44,7 +44,8 @@ def check_step(
         check_near(parameter.grad, expected[name], f"{what}: {name}")
 
 
-def _averaged_copy(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_copy_is_evaluated_by_one_rank_and_connects_in_training(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(TwoHeads().first)
     average = torch.optim.swa_utils.AveragedModel(ddp).eval()
     if rank == 0:  # one rank evaluates a copy, with gradients enabled
@@ -61,11 +62,8 @@ def _averaged_copy(rank: int, world: int) -> None:
     )
 
 
-def test_a_copy_is_evaluated_by_one_rank_and_connects_in_training(ranks: RankPool) -> None:
-    ranks.run(2, _averaged_copy)
-
-
-def _names_of_ranks(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_ranks_of_a_subgroup_are_named_so_that_they_can_be_found(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = nn.Linear(4, 2)
     ddp = DistributedDataParallel(model, process_group=groups[rank // 2])
@@ -80,7 +78,3 @@ def _names_of_ranks(rank: int, world: int) -> None:
             loss.backward()
     else:
         loss.backward()
-
-
-def test_ranks_of_a_subgroup_are_named_so_that_they_can_be_found(ranks: RankPool) -> None:
-    ranks.run(4, _names_of_ranks)

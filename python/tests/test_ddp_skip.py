@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_models import Mlp
 from ddp_steps_support import backward, batch, make
-from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks
+from ddp_support import check, check_equal, check_same_on_all_ranks, on_ranks
 from ddp_support import raises as raises_in_rank
 from torch import Tensor
 
@@ -31,7 +31,10 @@ def _expect_skipped(ddp: Any, before: list[Tensor], what: str) -> None:
         check_equal(parameter.detach(), old, f"{what}: {name}")
 
 
-def _checked(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_steps_after_skipped_ones_may_differ_by_rank_and_are_compared(
+    rank: int, world: int
+) -> None:
     """Ranks may or may not step after a skipped step. A real difference is still detected."""
     ddp = DistributedDataParallel(make())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -48,10 +51,6 @@ def _checked(rank: int, world: int) -> None:
     with raises_in_rank(RuntimeError, "the ranks are out of step: rank 1 updated the parameters"):
         backward(ddp, rank, 20)
         backward(ddp, rank, 21)
-
-
-def test_steps_after_skipped_ones_may_differ_by_rank_and_are_compared(ranks: RankPool) -> None:
-    ranks.run(2, _checked)
 
 
 class _Fails(torch.autograd.Function):
@@ -81,7 +80,8 @@ def _failing_loss(ddp: Any, rank: int, step: int, at: str) -> Tensor:
 _handles: list[Any] = []
 
 
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_skip_step_where_it_cannot_work_is_refused(rank: int, world: int) -> None:
     with raises_in_rank(ValueError, "on_failure must be 'raise' or 'skip', got 'ignore'"):
         DistributedDataParallel(make(), on_failure="ignore")
     with raises_in_rank(RuntimeError, "on_failure='skip' (skip_failed_steps)"):
@@ -104,11 +104,8 @@ def _refused(rank: int, world: int) -> None:
     check(late.step_skipped and not said, "asked when all buckets were launched")
 
 
-def test_skip_step_where_it_cannot_work_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _refused)
-
-
-def _alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_skip_step_in_a_group_of_one_rank(rank: int, world: int) -> None:
     mine = [dist.new_group([r]) for r in range(world)][rank]
     ddp = DistributedDataParallel(make(), process_group=mine, on_failure="skip")
     backward(ddp, rank, 0)
@@ -119,11 +116,8 @@ def _alone(rank: int, world: int) -> None:
     check(not ddp.step_skipped and next(ddp.parameters()).grad is not None, "the next one counts")
 
 
-def test_skip_step_in_a_group_of_one_rank(ranks: RankPool) -> None:
-    ranks.run(2, _alone)
-
-
-def _join(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_skip_step_under_join(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with ddp.join():
@@ -137,11 +131,11 @@ def _join(rank: int, world: int) -> None:
     check_same_on_all_ranks(list(ddp.parameters()), "after join()")
 
 
-def test_skip_step_under_join(ranks: RankPool) -> None:
-    ranks.run(2, _join)
-
-
-def _amp_failing(rank: int, world: int, delayed: bool) -> None:
+@pytest.mark.parametrize("delayed", [False, True], ids=["checked", "delayed"])
+@on_ranks(2)
+def test_failed_backward_inside_scale_loss_skips_on_all(
+    rank: int, world: int, delayed: bool
+) -> None:
     torch.manual_seed(rank)
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -180,8 +174,3 @@ def _amp_failing(rank: int, world: int, delayed: bool) -> None:
         check_same_on_all_ranks(list(amp.master_params(optimizer)), f"masters, step {step}")
     scales = [scaler["loss_scale"] for scaler in amp.state_dict().values()]
     check_same_on_all_ranks([torch.tensor(scales)], "scales")
-
-
-@pytest.mark.parametrize("delayed", [False, True], ids=["checked", "delayed"])
-def test_failed_backward_inside_scale_loss_skips_on_all(ranks: RankPool, delayed: bool) -> None:
-    ranks.run(2, _amp_failing, delayed)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from ddp_steps_support import backward, batch, make, raised
 from ddp_support import (
-    RankPool,
     check_equal,
     check_same_on_all_ranks,
     notices,
+    on_ranks,
 )
 
 from apex.parallel import DistributedDataParallel
@@ -62,7 +62,15 @@ MISSTEPS = {
 }
 
 
-def _missteps(rank: int, world: int, misstep: str, fused: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True},
+                                     {"check_reduction": True, "static_graph": True}],
+                         ids=["one_bucket", "alone", "views", "static_graph"])  # fmt: skip
+@pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
+@pytest.mark.parametrize("misstep", MISSTEPS)
+@on_ranks(3)
+def test_ranks_out_of_step_raise_on_all(
+    rank: int, world: int, misstep: str, fused: bool, options: dict[str, Any]
+) -> None:
     """Rank 1 does something else before step 3. Every rank raises in that step and names it."""
     act, said = MISSTEPS[misstep]
     ddp = DistributedDataParallel(make(seed=rank), **options)
@@ -81,18 +89,8 @@ def _missteps(rank: int, world: int, misstep: str, fused: bool, options: dict[st
     raised(said, error)
 
 
-@pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True},
-                                     {"check_reduction": True, "static_graph": True}],
-                         ids=["one_bucket", "alone", "views", "static_graph"])  # fmt: skip
-@pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
-@pytest.mark.parametrize("misstep", MISSTEPS)
-def test_ranks_out_of_step_raise_on_all(
-    ranks: RankPool, misstep: str, fused: bool, options: dict[str, Any]
-) -> None:
-    ranks.run(3, _missteps, misstep, fused, options)
-
-
-def _last_backward_extra(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_extra_backward_on_one_rank_raises_on_all(rank: int, world: int) -> None:
     """Rank 1's extra backward meets the others' step. All ranks raise there."""
     ddp = DistributedDataParallel(make(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -111,11 +109,8 @@ def _last_backward_extra(rank: int, world: int) -> None:
     raised("rank 1 did not", error)
 
 
-def test_extra_backward_on_one_rank_raises_on_all(ranks: RankPool) -> None:
-    ranks.run(3, _last_backward_extra)
-
-
-def _unchecked(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_check_reduction_off_does_not_raise(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make(), check_reduction=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     backward(ddp, rank, 0)
@@ -123,10 +118,6 @@ def _unchecked(rank: int, world: int) -> None:
         optimizer.step()
         optimizer.step()
     backward(ddp, rank, 1)
-
-
-def test_check_reduction_off_does_not_raise(ranks: RankPool) -> None:
-    ranks.run(2, _unchecked)
 
 
 # --- several wrappers in one backward ---
@@ -142,7 +133,10 @@ DEEDS = {
 }
 
 
-def _several(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", DEEDS)
+@on_ranks(2)
+def test_out_of_step_in_one_of_several_wrappers(rank: int, world: int, name: str) -> None:
+    """A deadlock would hit the pool's limit, which is above the timeout here."""
     wrappers = [DistributedDataParallel(make(i)) for i in range(2)]
     parameters = [p for wrapper in wrappers for p in wrapper.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
@@ -166,13 +160,8 @@ def _several(rank: int, world: int, name: str) -> None:
     raised(f"the ranks are out of step: {said}", error)
 
 
-@pytest.mark.parametrize("name", DEEDS)
-def test_out_of_step_in_one_of_several_wrappers(ranks: RankPool, name: str) -> None:
-    """A deadlock would hit the pool's limit, which is above the timeout here."""
-    ranks.run(2, _several, name)
-
-
-def _off_by_one(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_step_after_local_backward_on_every_rank_warns_once(rank: int, world: int) -> None:
     """The synchronized micro-batch is the second of three, and the step follows the third."""
     ddp = DistributedDataParallel(make())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -188,11 +177,8 @@ def _off_by_one(rank: int, world: int) -> None:
     check_equal(len(texts), len(said), f"other notices in {texts}")
 
 
-def test_step_after_local_backward_on_every_rank_warns_once(ranks: RankPool) -> None:
-    ranks.run(2, _off_by_one)
-
-
-def _perturbs(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sharpness_aware_minimization_is_silent(rank: int, world: int) -> None:
     """Sharpness-aware minimization, as in issue threads: perturbed by this rank's gradient."""
     ddp = DistributedDataParallel(make(), message_size=20)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -214,11 +200,8 @@ def _perturbs(rank: int, world: int) -> None:
     check_equal(texts, [], "notices")
 
 
-def test_sharpness_aware_minimization_is_silent(ranks: RankPool) -> None:
-    ranks.run(2, _perturbs)
-
-
-def _optimizers_for_one_step(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_optimizers_made_for_one_step_do_not_raise(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
     kept = []
     for step in range(20):
@@ -230,7 +213,3 @@ def _optimizers_for_one_step(rank: int, world: int) -> None:
             if rank == 1:
                 kept.append(optimizer)  # on the other rank, the next optimizer reuses its id()
     check_same_on_all_ranks(list(ddp.parameters()), "optimizers made for one step")
-
-
-def test_optimizers_made_for_one_step_do_not_raise(ranks: RankPool) -> None:
-    ranks.run(2, _optimizers_for_one_step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ddp_models import data
 from ddp_program_nets import Quantized
-from ddp_support import RankPool, check, check_near, raises
+from ddp_support import check, check_near, on_ranks, raises
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel
@@ -17,15 +17,12 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_trainable_subclass_is_refused_by_name(rank: int, world: int) -> None:
     model = nn.Linear(4, 3)
     model.weight = nn.Parameter(Quantized.of(torch.randn(3, 4)))
     with raises(ValueError, f"rank {rank}: parameter 'weight' is a tensor subclass without memory"):
         DistributedDataParallel(model)
-
-
-def test_trainable_subclass_is_refused_by_name(ranks: RankPool) -> None:
-    ranks.run(2, _refused)
 
 
 class Zeros(torch.autograd.Function):
@@ -40,7 +37,9 @@ class Zeros(torch.autograd.Function):
         return torch._efficientzerotensor(grad.shape)
 
 
-def _zeros(rank: int, world: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_zero_tensor_gradient_counts_as_zeros(rank: int, world: int, views: bool) -> None:
     for size in (20, 1):
         layer = nn.Linear(4, 3)
         ddp = DistributedDataParallel(layer, message_size=size, gradient_as_bucket_view=views)
@@ -52,11 +51,6 @@ def _zeros(rank: int, world: int, views: bool) -> None:
             ).backward()
             check_near(layer.weight.grad, torch.full((3, 4), 0.5), "half of rank 0's", 1e-6)
             layer.weight.grad.add_(1)  # it can be written
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_zero_tensor_gradient_counts_as_zeros(ranks: RankPool, views: bool) -> None:
-    ranks.run(2, _zeros, views)
 
 
 CAUSES = {
@@ -79,7 +73,11 @@ def _bad(kind: str) -> Tensor:
     return values.to("meta")
 
 
-def _cannot_be_sent(rank: int, world: int, on: list[int]) -> None:
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["all_ranks", "rank_1"])
+@on_ranks(2)
+def test_tensors_that_cannot_be_sent_are_refused_by_name_on_every_rank(
+    rank: int, world: int, on: list[int]
+) -> None:
     for kind, where in BAD:
         model = nn.Linear(4, 3)
         value = _bad(kind) if rank in on else torch.randn(3, 4)
@@ -98,10 +96,3 @@ def _cannot_be_sent(rank: int, world: int, on: list[int]) -> None:
     good = DistributedDataParallel(nn.Linear(4, 3))
     good(data(rank, 0, 6, 4)).sum().backward()
     check(good.module.weight.grad is not None, "no gradient")
-
-
-@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["all_ranks", "rank_1"])
-def test_tensors_that_cannot_be_sent_are_refused_by_name_on_every_rank(
-    ranks: RankPool, on: list[int]
-) -> None:
-    ranks.run(2, _cannot_be_sent, on)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, bucket_names, check, check_equal, raises
+from ddp_support import bucket_names, check, check_equal, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -31,7 +31,9 @@ class Net(nn.Module):
 IGNORED = ["local.weight", "local.bias", "count"]
 
 
-def _ignored(rank: int, world: int) -> None:
+@pytest.mark.processes
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_are_left_alone(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     model = Net()
     model.count += rank
@@ -87,11 +89,8 @@ def copy_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.processes
-def test_ignored_parameters_and_buffers_are_left_alone(ranks: RankPool) -> None:
-    ranks.run(2, _ignored)
-
-
-def _names(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_semi_public_names_work_or_say_what_does(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     ddp = DistributedDataParallel(
@@ -122,11 +121,8 @@ def _names(rank: int, world: int) -> None:
 
 
 @pytest.mark.processes
-def test_semi_public_names_work_or_say_what_does(ranks: RankPool) -> None:
-    ranks.run(2, _names)
-
-
-def _bucket_caps(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_bucket_cap_mb_list_sizes_the_first_bucket_and_the_others(rank: int, world: int) -> None:
     quarter = [nn.Linear(256, 256, bias=False) for _ in range(6)]  # 1 MiB each
     for caps, sizes in ([0.25, 0.5], [1, 2, 2, 1]), ([0.5, 0.25, 1], [2, 4]), ([0.75], [3, 3]):
         ddp = DistributedDataParallel(
@@ -138,22 +134,14 @@ def _bucket_caps(rank: int, world: int) -> None:
 
 
 @pytest.mark.processes
-def test_bucket_cap_mb_list_sizes_the_first_bucket_and_the_others(ranks: RankPool) -> None:
-    ranks.run(2, _bucket_caps)
-
-
-def _mesh(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_device_mesh_is_kept_and_left_behind_by_copies(rank: int, world: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     ddp = DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh)
     check(ddp.device_mesh is mesh, "the mesh that was given")
     copied = copy.deepcopy(ddp)
     check(not hasattr(copied, "device_mesh"), "a copy belongs to the default group")
     copied(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.processes
-def test_device_mesh_is_kept_and_left_behind_by_copies(ranks: RankPool) -> None:
-    ranks.run(2, _mesh)
 
 
 def test_constructor_takes_every_argument_of_torchs() -> None:

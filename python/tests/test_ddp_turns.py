@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool
+from ddp_support import on_ranks
 from python_group import Delegate
 from several_support import Net, batch, check_average
 from torch import Tensor
@@ -49,7 +49,12 @@ def _group(shared: bool) -> Any:
     return Delegate(dist.group.WORLD) if shared else None
 
 
-def _hooks(rank: int, world: int, phases: int, shared: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("phases", [1, 2])
+@on_ranks(2)
+def test_hooks_of_two_wrappers_on_one_group(
+    rank: int, world: int, phases: int, shared: bool
+) -> None:
     """Hooks of both wrappers on the default group. The ranks are slow in turn."""
     torch.manual_seed(rank)
     models, wrappers = _wrappers(_group(shared), message_size=1)
@@ -77,13 +82,8 @@ def _hooks(rank: int, world: int, phases: int, shared: bool) -> None:
         _step(models, wrappers, rank, world, step)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("phases", [1, 2])
-def test_hooks_of_two_wrappers_on_one_group(ranks: RankPool, phases: int, shared: bool) -> None:
-    ranks.run(2, _hooks, phases, shared)
-
-
-def _communicators(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_groups_that_overlap(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     first, second = (Delegate(dist.new_group()) for _ in range(2))
     models: list[Any] = [Net(), Net()]
@@ -96,7 +96,3 @@ def _communicators(rank: int, world: int) -> None:
     ]  # fmt: skip
     for step in range(6):
         _step(models, wrappers, rank, world, step)
-
-
-def test_groups_that_overlap(ranks: RankPool) -> None:
-    ranks.run(3, _communicators)

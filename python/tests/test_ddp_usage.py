@@ -16,6 +16,7 @@ from ddp_support import (
     check_equal,
     check_same_on_all_ranks,
     check_step,
+    on_ranks,
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -68,7 +69,11 @@ def _plain_loss(model: nn.Module, rank: int) -> Tensor:
     return model(data(rank), [0, 1, 2]).square().sum()
 
 
-def _plans(rank: int, world: int, views: bool) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_a_plan_has_what_was_used_and_leaves_out_what_stays_frozen(
+    rank: int, world: int, views: bool
+) -> None:
     """The first backward trains one layer. Then sets alternate, and one layer stays frozen."""
     ddp = DistributedDataParallel(build(), message_size=20, gradient_as_bucket_view=views)
 
@@ -97,14 +102,8 @@ def _plans(rank: int, world: int, views: bool) -> None:
     check_equal(ddp.statistics()["plans_recorded"], 4, "plans")
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_a_plan_has_what_was_used_and_leaves_out_what_stays_frozen(
-    ranks: RankPool, views: bool
-) -> None:
-    ranks.run(2, _plans, views)
-
-
-def _frozen_from_the_start(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_frozen_parameters_are_broadcast_and_can_be_unfrozen(rank: int, world: int) -> None:
     model = build()
     model.layers[0].requires_grad_(False)
     with torch.no_grad():
@@ -117,14 +116,13 @@ def _frozen_from_the_start(rank: int, world: int) -> None:
     check_step(ddp, _plain_loss, "unfrozen")
 
 
-def test_frozen_parameters_are_broadcast_and_can_be_unfrozen(ranks: RankPool) -> None:
-    ranks.run(2, _frozen_from_the_start)
-
-
 # --- other threads ---
 
 
-def _logs(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_thread_that_logs_does_not_wait_for_a_backward_that_waits_for_it(
+    rank: int, world: int
+) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     asked, answered = threading.Event(), threading.Event()
 
@@ -145,7 +143,3 @@ def _logs(rank: int, world: int) -> None:
     thread.start()
     ddp(torch.ones(1, 4)).sum().backward()
     thread.join()
-
-
-def test_thread_that_logs_does_not_wait_for_a_backward_that_waits_for_it(ranks: RankPool) -> None:
-    ranks.run(2, _logs)

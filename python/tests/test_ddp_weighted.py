@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_support import RankPool, check, check_equal, raises
+from ddp_support import check, check_equal, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -29,7 +29,8 @@ def _backward(ddp: nn.Module, weight: Any, samples: int = 2) -> None:
         ddp(torch.ones(samples, 4)).sum().backward()
 
 
-def _wrong_weights(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_wrong_or_missing_weight_is_named_on_every_rank(rank: int, world: int) -> None:
     ddp = _ddp()
     _backward(ddp, 2)
     before = [p.grad.clone() for p in ddp.parameters()]
@@ -60,11 +61,8 @@ def _wrong_weights(rank: int, world: int) -> None:
         check(torch.equal(parameter.grad, gradient), "another gradient than at first")
 
 
-def test_weighted_wrong_or_missing_weight_is_named_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, _wrong_weights)
-
-
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_what_cannot_be_is_refused(rank: int, world: int) -> None:
     with raises(ValueError, "True, False or 'weighted'"):
         _ddp(gradient_average="mean")
     with raises(ValueError, "gradient_predivide_factor"):
@@ -90,11 +88,8 @@ def _refused(rank: int, world: int) -> None:
     check_equal(ddp.total_weight, 1.0 * world, "total after an exception in a block")
 
 
-def test_weighted_what_cannot_be_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _refused)
-
-
-def _no_weight(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_total_of_zero_leaves_zero_gradients(rank: int, world: int) -> None:
     ddp = _ddp()
     _backward(ddp, 0)
     check_equal(ddp.total_weight, 0.0, "total")
@@ -108,11 +103,8 @@ def _no_weight(rank: int, world: int) -> None:
     check_equal(ddp.total_weight, float(sum(range(world))), "total")
 
 
-def test_weighted_total_of_zero_leaves_zero_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _no_weight)
-
-
-def _half(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_float16_sums_do_not_overflow(rank: int, world: int) -> None:
     """float16 sums that would overflow. The mean is 30."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 1, bias=False).half()
@@ -125,11 +117,11 @@ def _half(rank: int, world: int) -> None:
         check(torch.equal(layer.weight.grad, torch.full((1, 8), 30.0).half()), f"step {step}")
 
 
-def test_weighted_float16_sums_do_not_overflow(ranks: RankPool) -> None:
-    ranks.run(2, _half)
-
-
-def _shrinking(rank: int, world: int, hook: str | None) -> None:
+@pytest.mark.parametrize("hook", [None, "fp16"])
+@on_ranks(2)
+def test_weighted_totals_that_change_are_no_scale_of_the_next_step(
+    rank: int, world: int, hook: str | None
+) -> None:
     """The last batch of an epoch. Totals fall and rise by orders of magnitude."""
     layer = nn.Linear(8, 1, bias=False)
     layer = layer if hook else layer.half()
@@ -156,14 +148,8 @@ def _shrinking(rank: int, world: int, hook: str | None) -> None:
     check(bool((layer.weight.grad == 2.0**-10).all()), f"after join(): {layer.weight.grad}")
 
 
-@pytest.mark.parametrize("hook", [None, "fp16"])
-def test_weighted_totals_that_change_are_no_scale_of_the_next_step(
-    ranks: RankPool, hook: str | None
-) -> None:
-    ranks.run(2, _shrinking, hook)
-
-
-def _adversarial(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_backward_through_a_frozen_module_is_of_no_samples(rank: int, world: int) -> None:
     discriminator, generator = _ddp(), nn.Linear(4, 4)
     for parameter in discriminator.module.parameters():
         parameter.requires_grad_(False)
@@ -177,11 +163,8 @@ def _adversarial(rank: int, world: int) -> None:
     check_equal(discriminator.total_weight, 3.0 * world, "total of the discriminator")
 
 
-def test_weighted_backward_through_a_frozen_module_is_of_no_samples(ranks: RankPool) -> None:
-    ranks.run(2, _adversarial)
-
-
-def _in_an_accumulation(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weighted_accumulation_keeps_its_weights(rank: int, world: int) -> None:
     ddp = _ddp()
     with raises(RuntimeError, "rank 0 passed the weight -3"):
         with ddp.no_sync():
@@ -201,11 +184,8 @@ def _in_an_accumulation(rank: int, world: int) -> None:
     check_equal(ddp.total_weight, 10.0 * world, "total when the module changed in between")
 
 
-def test_weighted_accumulation_keeps_its_weights(ranks: RankPool) -> None:
-    ranks.run(2, _in_an_accumulation)
-
-
-def _logging(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_weighted_mean_is_of_all_ranks(rank: int, world: int) -> None:
     ddp = _ddp()
     with ddp.weight(1 + rank):
         loss = ddp(torch.ones(1 + rank, 4)).sum()
@@ -215,7 +195,3 @@ def _logging(rank: int, world: int) -> None:
     check(not mean.requires_grad, "a gradient")
     check(torch.allclose(mean, alone), f"{mean} and {alone}")
     check_equal(ddp.weighted_mean(torch.tensor(1 + rank)).item(), 1.0, "mean of integers")
-
-
-def test_weighted_mean_is_of_all_ranks(ranks: RankPool) -> None:
-    ranks.run(3, _logging)

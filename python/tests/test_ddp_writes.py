@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_support import RankPool, check, raises
+from ddp_support import check, on_ranks, raises
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel
@@ -80,7 +80,12 @@ def _train(rank: int, write: Write, who: str, local: bool, undone: bool, steps: 
             optimizer.step()
 
 
-def _writes(rank: int, world: int, who: str, local: bool) -> None:
+@pytest.mark.parametrize("local", [False, True], ids=["synchronized", "no_sync"])
+@pytest.mark.parametrize("who", ["all", "each", "one"])
+@on_ranks(2, timeout_s=120)
+def test_writes_between_backwards_raise_only_where_they_cannot_be_meant(
+    rank: int, world: int, who: str, local: bool
+) -> None:
     for name, write in WRITES.items():
         for undone in (True, False):
             for steps in (True, False):
@@ -92,11 +97,3 @@ def _writes(rank: int, world: int, who: str, local: bool) -> None:
                         _train(rank, write, who, local, undone, steps)
                 except (RuntimeError, AssertionError) as error:
                     check(False, f"{name}, undone {undone}, optimizer {steps}: {error}")
-
-
-@pytest.mark.parametrize("local", [False, True], ids=["synchronized", "no_sync"])
-@pytest.mark.parametrize("who", ["all", "each", "one"])
-def test_writes_between_backwards_raise_only_where_they_cannot_be_meant(
-    ranks: RankPool, who: str, local: bool
-) -> None:
-    ranks.run(2, _writes, who, local, timeout_s=120)

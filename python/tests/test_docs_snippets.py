@@ -101,16 +101,6 @@ def test_docs_links_lead_to_files_and_headings(page: str) -> None:
     assert broken_links(ROOT / page) == []
 
 
-def test_docs_every_page_can_be_reached() -> None:
-    """From README or from the contents of the site."""
-    contents = (DOCS / "index.md").read_text()
-    for page in PAGES[1:]:
-        name = page.removeprefix("docs/").removesuffix(".md")
-        assert name == "index" or re.search(rf"^{name}$", contents, re.M), (
-            f"{page} is in no contents"
-        )
-
-
 def test_docs_paths_of_examples_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"`((?:examples|benchmarks)/[\w./-]+)`", (ROOT / page).read_text()):

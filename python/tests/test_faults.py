@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check
+from ddp_support import RankPool, check, on_ranks
 from torch import nn
 
 from apex._internal.groups import group_like, split_world, world_group
@@ -82,7 +82,8 @@ def test_rank_killed_before_a_group_is_created_is_not_waited_for(
     ranks.run(3, _killed_before_a_group_is_created, what, lost=(CULPRIT,), timeout_s=25)
 
 
-def _several_wrappers(rank: int, world: int) -> None:
+@on_ranks(4, lost=(CULPRIT,))
+def test_rank_killed_before_a_backward_of_several_wrappers_is_named(rank: int, world: int) -> None:
     """Each wrapper of the backward checks the others while it waits."""
     group = dist.new_group(timeout=TIMEOUT)
     wrappers = [DistributedDataParallel(nn.Linear(4, 2), process_group=group) for _ in range(3)]
@@ -92,7 +93,3 @@ def _several_wrappers(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="of backward number 1 failed") as raised:
         loss.backward()
     _check_named(rank, world, str(raised.value))
-
-
-def test_rank_killed_before_a_backward_of_several_wrappers_is_named(ranks: RankPool) -> None:
-    ranks.run(4, _several_wrappers, lost=(CULPRIT,))

@@ -35,6 +35,7 @@ from ddp_support import (
     check_same_on_all_ranks,
     gradients,
     host_channel,
+    on_ranks,
     raises,
 )
 from torch import nn
@@ -61,7 +62,8 @@ def test_random_programs_have_the_bits_of_a_reference(
     ranks.run(world, run_programs, list(range(first, first + 40)))
 
 
-def _without_memory(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_without_shared_memory_go_by_gloo(rank: int, world: int) -> None:
     with host_channel("0"):
         one = group()
         tensor = torch.full((1000,), float(rank))
@@ -76,11 +78,8 @@ def _without_memory(rank: int, world: int) -> None:
         check(not backend.supports_tensor_alloc(torch.device("cpu")), "allocates")
 
 
-def test_ranks_without_shared_memory_go_by_gloo(ranks: RankPool) -> None:
-    ranks.run(2, _without_memory)
-
-
-def _late_future(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_future_of_a_destroyed_group_is_refused(rank: int, world: int) -> None:
     one = group()
     work = dist.all_reduce(torch.ones(10), group=one, async_op=True)
     dist.destroy_process_group(one)
@@ -93,11 +92,8 @@ def _late_future(rank: int, world: int) -> None:
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG, group=whole)
 
 
-def test_future_of_a_destroyed_group_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _late_future)
-
-
-def _timeouts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_timeouts(rank: int, world: int) -> None:
     one = group()
     if rank == 0:
         work = dist.all_reduce(torch.ones(10), group=one, async_op=True)
@@ -118,11 +114,8 @@ def _timeouts(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_timeouts(ranks: RankPool) -> None:
-    ranks.run(2, _timeouts)
-
-
-def _apart(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_different_collectives_are_named(rank: int, world: int) -> None:
     one = group()
     with raises(RuntimeError, "the ranks are in different collectives"):
         if rank == 0:
@@ -134,11 +127,8 @@ def _apart(rank: int, world: int) -> None:
         dist.all_reduce(torch.ones(10 + rank), group=two)
 
 
-def test_different_collectives_are_named(ranks: RankPool) -> None:
-    ranks.run(2, _apart)
-
-
-def _wrong(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments_raise_before_anything_is_sent(rank: int, world: int) -> None:
     one = group()
     for call, fragment in (
         (lambda: dist.all_gather([torch.empty(3)], torch.ones(3), group=one), "a list of 1"),
@@ -158,11 +148,8 @@ def _wrong(rank: int, world: int) -> None:
     check_equal(float(tensor[0]), float(world), "after errors")
 
 
-def test_wrong_arguments_raise_before_anything_is_sent(ranks: RankPool) -> None:
-    ranks.run(2, _wrong)
-
-
-def _killed(rank: int, world: int) -> None:
+@on_ranks(3, lost=(1,))
+def test_killed_rank_is_named_at_once(rank: int, world: int) -> None:
     one = group()
     dist.all_reduce(torch.ones(3), group=one)
     if rank == 1:
@@ -173,11 +160,8 @@ def _killed(rank: int, world: int) -> None:
         dist.all_reduce(torch.ones(3), group=one, async_op=True).get_future().wait()
 
 
-def test_killed_rank_is_named_at_once(ranks: RankPool) -> None:
-    ranks.run(3, _killed, lost=(1,))
-
-
-def _left(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_rank_that_has_left_is_named_at_once(rank: int, world: int) -> None:
     """Rank 1 leaves while it holds a completed Work. The others are notified immediately."""
     one = group(timeout=datetime.timedelta(minutes=10))
     work = dist.all_reduce(torch.ones(30_000), group=one, async_op=True)
@@ -191,11 +175,8 @@ def _left(rank: int, world: int) -> None:
     check(work.is_completed(), "what has completed stays so")
 
 
-def test_rank_that_has_left_is_named_at_once(ranks: RankPool) -> None:
-    ranks.run(3, _left)
-
-
-def _all_to_all_apart(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_all_to_all_of_other_sizes_ends_the_group(rank: int, world: int) -> None:
     """Rank 0 sends one row more to rank 1 than rank 1 expects."""
     one = group()
     sent = [1, 2] if rank == 0 else [1, 1]
@@ -208,11 +189,8 @@ def _all_to_all_apart(rank: int, world: int) -> None:
         dist.all_to_all_single(torch.empty(2), torch.ones(2), [3, -1], [1, 1], group=two)
 
 
-def test_all_to_all_of_other_sizes_ends_the_group(ranks: RankPool) -> None:
-    ranks.run(2, _all_to_all_apart)
-
-
-def _many_in_another_order(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_many_collectives_in_another_order_complete(rank: int, world: int) -> None:
     """More collectives than the channel's ring has slots, from two groups."""
     groups = [group(), group()]
     works, tensors = [], []
@@ -223,10 +201,6 @@ def _many_in_another_order(rank: int, world: int) -> None:
     for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         check_equal(float(tensor[0]), float(i % 300 * world), f"number {i}")
-
-
-def test_many_collectives_in_another_order_complete(ranks: RankPool) -> None:
-    ranks.run(2, _many_in_another_order)
 
 
 def _groups_of_a_world(rank: int, world: int, store: str) -> None:
@@ -253,7 +227,8 @@ def test_groups_that_are_made_in_an_apex_world(ranks: RankPool, tmp_path: Path) 
     ranks.run(4, _groups_of_a_world, str(tmp_path / "store"))
 
 
-def _destroyed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_destroyed_groups_leave_nothing(rank: int, world: int) -> None:
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for i in range(20):
         one = group()
@@ -273,11 +248,8 @@ def _destroyed(rank: int, world: int) -> None:
     check_equal(threading.active_count(), threads, "threads of Python")
 
 
-def test_destroyed_groups_leave_nothing(ranks: RankPool) -> None:
-    ranks.run(2, _destroyed)
-
-
-def _shut_down_while_issuing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_shutdown_while_another_thread_issues(rank: int, world: int) -> None:
     for _ in range(20):
         one = group()
         backend: Any = one._get_backend(torch.device("cpu"))
@@ -305,10 +277,6 @@ def _shut_down_while_issuing(rank: int, world: int) -> None:
             check(not thread.is_alive(), "the thread ends")
 
 
-def test_shutdown_while_another_thread_issues(ranks: RankPool) -> None:
-    ranks.run(2, _shut_down_while_issuing)
-
-
 HOOKS: dict[str, Any] = {
     "none": None,
     "allreduce": (default_hooks.allreduce_hook, None),
@@ -316,7 +284,11 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def _torch_ddp(rank: int, world: int, hook: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}],
+                         ids=["plain", "views"])  # fmt: skip
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(3)
+def test_torch_ddp_trains_on_it(rank: int, world: int, hook: str, options: dict[str, Any]) -> None:
     one = group()
     ddp = TorchDDP(make(seed=rank), process_group=one, bucket_cap_mb=0.001, **options)
     if hook == "powerSGD":
@@ -335,14 +307,8 @@ def _torch_ddp(rank: int, world: int, hook: str, options: dict[str, Any]) -> Non
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}],
-                         ids=["plain", "views"])  # fmt: skip
-@pytest.mark.parametrize("hook", HOOKS)
-def test_torch_ddp_trains_on_it(ranks: RankPool, hook: str, options: dict[str, Any]) -> None:
-    ranks.run(3, _torch_ddp, hook, options)
-
-
-def _fsdp(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fsdp_and_dtensor_work_on_it(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -369,10 +335,6 @@ def _fsdp(rank: int, world: int) -> None:
     tensor = torch.arange(12.0).view(4, 3)
     parts: Any = distribute_tensor(tensor, mesh, [Shard(0)])
     check(torch.equal((parts * 2).full_tensor(), tensor * 2), "DTensor")
-
-
-def test_fsdp_and_dtensor_work_on_it(ranks: RankPool) -> None:
-    ranks.run(2, _fsdp)
 
 
 def test_torch_tests_run_on_it() -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
     REPLY_TIMEOUT_S,
-    RankPool,
     check,
     check_equal,
     check_step,
+    on_ranks,
     raises,
 )
 from torch import Tensor, nn
@@ -47,24 +47,23 @@ def _shared(ddp: DistributedDataParallel) -> int:
     return ddp.statistics()["reduced_in_shared_memory"]
 
 
-def _takes_the_channel(rank: int, world: int, options: dict[str, Any]) -> None:
-    ddp = DistributedDataParallel(build(), process_group=_group(), **options)
-    for step in range(4):
-        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-    check(_shared(ddp) >= 4, f"{_shared(ddp)} buckets in shared memory")
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "options",
     [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}, {"delay_allreduce": True}],
     ids=["default", "alone", "views", "delayed"],
 )
-def test_buckets_take_shared_memory(ranks: RankPool, options: dict[str, Any], world: int) -> None:
-    ranks.run(world, _takes_the_channel, options)
+@on_ranks()
+def test_buckets_take_shared_memory(rank: int, world: int, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(build(), process_group=_group(), **options)
+    for step in range(4):
+        check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
+    check(_shared(ddp) >= 4, f"{_shared(ddp)} buckets in shared memory")
 
 
-def _falls_back(rank: int, world: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["off", "files"])
+@on_ranks(3)
+def test_one_rank_that_cannot_takes_all_along(rank: int, world: int, way: str) -> None:
     if rank == world - 1:
         if way == "off":
             os.environ["APEX_HOST_CHANNEL"] = "0"
@@ -98,11 +97,6 @@ def _falls_back(rank: int, world: int, way: str) -> None:
         os.environ.pop("APEX_HOST_CHANNEL", None)
 
 
-@pytest.mark.parametrize("way", ["off", "files"])
-def test_one_rank_that_cannot_takes_all_along(ranks: RankPool, way: str) -> None:
-    ranks.run(3, _falls_back, way)
-
-
 def _memory() -> list[int]:
     """The number of bytes written so far to each block of shared memory that this process has
     open."""
@@ -115,7 +109,8 @@ def _memory() -> list[int]:
     return found
 
 
-def _leaves_nothing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_memory_ends_with_its_wrapper(rank: int, world: int) -> None:
     group = _group()
     _loss(DistributedDataParallel(build(), process_group=group), rank).backward()
     dist.barrier(group)
@@ -132,11 +127,14 @@ def _leaves_nothing(rank: int, world: int) -> None:
     check(not list(Path("/dev/shm").glob("*apex*")), "something in /dev/shm")
 
 
-def test_memory_ends_with_its_wrapper(ranks: RankPool) -> None:
-    ranks.run(2, _leaves_nothing)
-
-
-def _holds_the_buckets_once(rank: int, world: int, options: dict[str, Any], wide: int) -> None:
+@pytest.mark.parametrize("wide", [128, 512], ids=["flat", "alone"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
+@on_ranks(2)
+def test_memory_shared_is_at_most_the_buckets_once(
+    rank: int, world: int, options: dict[str, Any], wide: int
+) -> None:
     torch.manual_seed(rank)
     layers = [nn.Linear(wide, wide, bias=False) for _ in range((512 // wide) ** 2 * 12)]
     gc.collect()
@@ -153,17 +151,8 @@ def _holds_the_buckets_once(rank: int, world: int, options: dict[str, Any], wide
     check(held <= 1.3 * gradients + (1 << 20), f"{held} bytes for {gradients} of gradients")
 
 
-@pytest.mark.parametrize("wide", [128, 512], ids=["flat", "alone"])
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
-)
-def test_memory_shared_is_at_most_the_buckets_once(
-    ranks: RankPool, options: dict[str, Any], wide: int
-) -> None:
-    ranks.run(2, _holds_the_buckets_once, options, wide)
-
-
-def _dies_in_backward(rank: int, world: int) -> None:
+@on_ranks(3, lost=(1,))
+def test_rank_that_dies_is_named_by_its_process(rank: int, world: int) -> None:
     # A rank that waited for the timeout would not reply in time.
     group = _group(timeout_s=10 * REPLY_TIMEOUT_S)
     ddp = DistributedDataParallel(build(), process_group=group, message_size=20)
@@ -175,11 +164,8 @@ def _dies_in_backward(rank: int, world: int) -> None:
         _loss(ddp, rank, 2).backward()
 
 
-def test_rank_that_dies_is_named_by_its_process(ranks: RankPool) -> None:
-    ranks.run(3, _dies_in_backward, lost=(1,))
-
-
-def _fork_is_no_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_forked_child_gets_a_clear_error(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), process_group=_group())
     _loss(ddp, rank).backward()
     read, write = os.pipe()
@@ -199,18 +185,6 @@ def _fork_is_no_rank(rank: int, world: int) -> None:
     check_step(ddp, lambda m, r: _loss(m, r, 1), "in the parent")
 
 
-def test_forked_child_gets_a_clear_error(ranks: RankPool) -> None:
-    ranks.run(2, _fork_is_no_rank)
-
-
-def _differs(rank: int, world: int, sizes: list[int], average: list[bool], said: str) -> None:
-    group = _group()
-    tensor = torch.ones(sizes[rank])
-    with raises(RuntimeError, "the ranks are in different collectives", said):
-        _core.all_reduce(tensor, name_of(group), average[rank])
-    check(bool((tensor == 1).all()), "the message was changed")
-
-
 @pytest.mark.parametrize(
     ("sizes", "average", "said"),
     [
@@ -221,7 +195,12 @@ def _differs(rank: int, world: int, sizes: list[int], average: list[bool], said:
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_sums_that_differ_between_ranks_say_in_what(
-    ranks: RankPool, sizes: list[int], average: list[bool], said: str
+    rank: int, world: int, sizes: list[int], average: list[bool], said: str
 ) -> None:
-    ranks.run(2, _differs, sizes, average, said)
+    group = _group()
+    tensor = torch.ones(sizes[rank])
+    with raises(RuntimeError, "the ranks are in different collectives", said):
+        _core.all_reduce(tensor, name_of(group), average[rank])
+    check(bool((tensor == 1).all()), "the message was changed")

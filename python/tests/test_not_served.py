@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, forget_amp, raises
+from ddp_support import forget_amp, on_ranks, raises
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -89,17 +89,14 @@ def _sentence(name: str) -> str:
     return f"{name} is not supported: {INSTEAD[name]}."
 
 
-def _refuses(rank: int, world: int) -> None:
+@pytest.mark.processes
+@on_ranks(2)
+def test_each_name_of_a_wrapper_is_refused_with_its_alternative(rank: int, world: int) -> None:
     for name, call in WITH_GROUP.items():
         with raises(Exception, _sentence(name).rstrip(".")):
             call()
     with raises(RuntimeError, _sentence(joining.WITH_AMP)):
         _joins("O1")
-
-
-@pytest.mark.processes
-def test_each_name_of_a_wrapper_is_refused_with_its_alternative(ranks: RankPool) -> None:
-    ranks.run(2, _refuses)
 
 
 @pytest.mark.usefixtures("fresh_amp")

@@ -255,37 +255,6 @@ def test_banned_function_removed_from_its_list_runs(restored_lists: None) -> Non
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(math.log(2))
 
 
-def test_compat_modules_answer_for_todays_torch() -> None:
-    assert amp.compat.variable_is_tensor() and not amp.compat.tensor_is_variable()
-    assert not amp.compat.tensor_is_float_tensor()
-    assert amp.compat.is_tensor_like(half) and not amp.compat.is_tensor_like(1.0)
-    assert amp.compat.is_floating_point(half) and not amp.compat.is_floating_point(half.long())
-    assert amp.compat.scalar_python_val(torch.tensor(2.0)) == 2.0
-    assert amp.compat.filter_attrs(torch, ["add", "no_such"]) == ["add"]
-    assert not amp.rnn_compat.has_old_rnns()
-    assert "lstm" in amp.rnn_compat.RNN_NAMES
-    assert amp.rnn_compat.VariableFunctionsShim().lstm_cell is torch._VF.lstm_cell
-    assert amp.rnn_compat.whitelist_rnn_cells(None, verbose=False) is None
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_handle_of_init_gives_advice(enabled: bool) -> None:
-    handle = amp.init(enabled=enabled)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(RuntimeError, match=r"wrap_optimizer .*amp\.initialize.*scale_loss"):
-        handle.wrap_optimizer(optimizer)
-    loss = torch.ones(())
-    if enabled:
-        with pytest.raises(RuntimeError, match=r"amp\.init\(\)\.scale_loss is not supported"):
-            with handle.scale_loss(loss, optimizer):
-                pass
-        handle.remove_cache(optimizer.param_groups[0]["params"][0])
-        assert not handle.has_cache and not handle.cache
-    else:
-        with handle.scale_loss(loss, optimizer) as same:
-            assert same is loss
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_optimizer_whose_state_was_cleared_by_a_plain_dict_trains(level: str, kind: Any) -> None:

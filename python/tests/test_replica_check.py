@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal, notices, raises
+from ddp_support import RankPool, check, check_equal, notices, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
@@ -96,7 +96,8 @@ class Own(Net):
         return super().forward(x)
 
 
-def _clean(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_replica_check_reports_nothing_of_a_correct_program(rank: int, world: int) -> None:
     """Hazard: a message about a correct program."""
     with notices() as texts:
         for options in (
@@ -117,11 +118,8 @@ def _clean(rank: int, world: int) -> None:
     check_equal(texts, [], "messages")
 
 
-def test_replica_check_reports_nothing_of_a_correct_program(ranks: RankPool) -> None:
-    ranks.run(3, _clean)
-
-
-def _actions(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_replica_check_warns_and_raises(rank: int, world: int) -> None:
     text = "rank 2 holds a different state than the other ranks: parameter 'first.weight' differs"
     # "warn", the default: after 1, 2, 4, ... differences, by rank 0 and in its logger.
     ddp, optimizer = made(replica_check_every=1)
@@ -146,11 +144,8 @@ def _actions(rank: int, world: int) -> None:
     train(ddp, optimizer, rank)
 
 
-def test_replica_check_warns_and_raises(ranks: RankPool) -> None:
-    ranks.run(3, _actions)
-
-
-def _local_updates(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_replica_check_after_local_updates_of_one_rank(rank: int, world: int) -> None:
     """Hazard: ranks that count other backwards take other decisions, and wait for each other."""
     ddp, optimizer = made()
 
@@ -180,11 +175,8 @@ def _local_updates(rank: int, world: int) -> None:
     check_equal(len(texts) > 2, rank == 0, f"messages: {texts}")
 
 
-def test_replica_check_after_local_updates_of_one_rank(ranks: RankPool) -> None:
-    ranks.run(2, _local_updates)
-
-
-def _loaded(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_replica_check_compares_what_was_loaded_at_once(rank: int, world: int) -> None:
     """Parameters that differ after load_state_dict() are found in the next backward, not in 100."""
     for how in ("ddp", "module", "copy", "pickle", "skipped", "rank 1"):
         ddp, optimizer = made(on_divergence="raise")
@@ -210,11 +202,8 @@ def _loaded(rank: int, world: int) -> None:
         train(ddp, optimizer, rank, 3)
 
 
-def test_replica_check_compares_what_was_loaded_at_once(ranks: RankPool) -> None:
-    ranks.run(3, _loaded)
-
-
-def _options(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_replica_check_options(rank: int, world: int) -> None:
     for wrong in (-1, 1.5, True, "often"):
         with raises(ValueError, "replica_check_every must be a number of steps"):
             made(replica_check_every=wrong)
@@ -234,7 +223,3 @@ def _options(rank: int, world: int) -> None:
                 _other_weights(ddp)
             train(ddp, optimizer, rank, 102)
         check_equal(len(texts) > 0, rank == 0 and not each, f"messages with {each}")
-
-
-def test_replica_check_options(ranks: RankPool) -> None:
-    ranks.run(2, _options)

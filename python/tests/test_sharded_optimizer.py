@@ -26,6 +26,7 @@ from ddp_support import (
     check_same_on_all_ranks,
     forget_amp,
     host_channel,
+    on_ranks,
     raises,
 )
 from sharded_cases import run_seeds
@@ -69,7 +70,8 @@ def _backward(model: nn.Module, step: int = 0) -> None:
     model(x).square().mean().backward()
 
 
-def _arguments(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sharded_optimizer_says_what_is_wrong_with_its_arguments(rank: int, world: int) -> None:
     model = _model(5)
     for options, kind, error, text in (
         ({"overlap_with_ddp": True}, torch.optim.SGD, ValueError, "overlap_with_ddp"),
@@ -109,11 +111,10 @@ def _arguments(rank: int, world: int) -> None:
         copy.deepcopy(optimizer)
 
 
-def test_sharded_optimizer_says_what_is_wrong_with_its_arguments(ranks: RankPool) -> None:
-    ranks.run(2, _arguments)
-
-
-def _checkpoints(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sharded_optimizer_state_is_on_the_rank_that_steps_or_collects_it(
+    rank: int, world: int
+) -> None:
     model = _model()
     optimizer = _sharded(model, torch.optim.Adagrad)  # whose constructor creates state
     check(len(optimizer.state) < 4, "state of all parameters")
@@ -137,10 +138,6 @@ def _checkpoints(rank: int, world: int) -> None:
     state["param_groups"].append(state["param_groups"][0])
     with raises(ValueError, "different number of parameter groups"):
         optimizer.load_state_dict(state)
-
-
-def test_sharded_optimizer_state_is_on_the_rank_that_steps_or_collects_it(ranks: RankPool) -> None:
-    ranks.run(2, _checkpoints)
 
 
 # --- parts of other libraries, and of this one ---
@@ -211,7 +208,11 @@ def test_sharded_optimizer_any_optimizer_and_parameter_steps_as_the_plain_one(
         ranks.run(world, _parts)
 
 
-def _amp(rank: int, world: int, level: str) -> None:
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@on_ranks(2)
+def test_sharded_optimizer_with_amp_steps_as_the_plain_one(
+    rank: int, world: int, level: str
+) -> None:
     """Also saves and loads, and adds a group."""
     results = []
     for sharded in (True, False):
@@ -257,11 +258,6 @@ def _amp(rank: int, world: int, level: str) -> None:
     check_same_on_all_ranks(results[0], level)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_sharded_optimizer_with_amp_steps_as_the_plain_one(ranks: RankPool, level: str) -> None:
-    ranks.run(2, _amp, level)
-
-
 #: Matrices of a transformer of width 96 with six layers, embeddings and a head.
 MATRICES = [(384, 96), (288, 96), (96, 96), (384, 96), (96, 384)] * 6 + [(512, 96)] * 2
 
@@ -281,7 +277,8 @@ def test_sharded_optimizer_balances_the_ranks(ranks: RankPool) -> None:
         ranks.run(world, _muon)
 
 
-def _under_join(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sharded_optimizer_under_join_is_refused(rank: int, world: int) -> None:
     wrapped = DistributedDataParallel(_model(5))
     optimizer = _sharded(wrapped)
     with raises(RuntimeError, "ShardedOptimizer needs every rank"), wrapped.join():
@@ -289,14 +286,13 @@ def _under_join(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def test_sharded_optimizer_under_join_is_refused(ranks: RankPool) -> None:
-    ranks.run(2, _under_join)
-
-
 # --- beside another thread ---
 
 
-def _beside_a_reducer(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_sharded_optimizer_steps_while_another_thread_reduces_and_a_rank_is_paused(
+    rank: int, world: int
+) -> None:
     """Hazard: the threads of a rank issue in another order than those of the paused one, which is
     no difference, because each has its own group."""
     model = _model()
@@ -328,12 +324,6 @@ def _beside_a_reducer(rank: int, world: int) -> None:
         pauses.wait()
     check(not failures, f"{failures}")
     check_same_on_all_ranks(list(model.parameters()), "parameters")
-
-
-def test_sharded_optimizer_steps_while_another_thread_reduces_and_a_rank_is_paused(
-    ranks: RankPool,
-) -> None:
-    ranks.run(3, _beside_a_reducer)
 
 
 # --- failures ---

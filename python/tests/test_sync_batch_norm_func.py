@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from ddp_support import RankPool, check, raises
+from ddp_support import check, on_ranks, raises
 from torch import Tensor, nn
 from torch.func import grad, hessian, jvp, vmap
 
@@ -57,7 +57,11 @@ def test_transform_equals_torchs(name: str, training: bool, track: bool) -> None
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def _on_two_ranks(rank: int, world: int) -> None:
+@pytest.mark.processes
+@on_ranks(2)
+def test_transform_on_several_ranks_is_refused_with_the_way_that_works(
+    rank: int, world: int
+) -> None:
     module = SyncBatchNorm(3, track_running_stats=False, dtype=torch.float64)
     for name in TRANSFORMS:
         if name != "batched_gradients":
@@ -76,8 +80,3 @@ def _on_two_ranks(rank: int, world: int) -> None:
     want = nn.BatchNorm1d(3, dtype=torch.float64).eval()
     for transform in TRANSFORMS.values():
         torch.testing.assert_close(transform(alone), transform(want), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.processes
-def test_transform_on_several_ranks_is_refused_with_the_way_that_works(ranks: RankPool) -> None:
-    ranks.run(2, _on_two_ranks)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import host_channel, raises, run_ranks
+from ddp_support import host_channel, on_ranks, raises
 from nccl_like import eager_nccl
 from sync_batch_norm_support import (
     CutGradient,
@@ -27,23 +27,23 @@ c10d: Any = torch._C._distributed_c10d
 pytestmark = pytest.mark.processes
 
 
-def _mixed_dtypes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_running_statistics_have_the_same_bits_where_dtypes_of_inputs_differ(
+    rank: int, world: int
+) -> None:
     for statistics in (torch.float32, torch.float64):
         layer = SyncBatchNorm(16).to(statistics)
         torch.manual_seed(rank)
         for _ in range(10):
             layer(torch.randn(3, 16, 5, dtype=torch.float64 if rank == 0 else torch.float32))
         for buffer in (layer.running_mean, layer.running_var):
-            gathered = [torch.empty_like(buffer) for _ in range(world_size)]
+            gathered = [torch.empty_like(buffer) for _ in range(world)]
             dist.all_gather(gathered, buffer)
             assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
-def test_running_statistics_have_the_same_bits_where_dtypes_of_inputs_differ() -> None:
-    run_ranks(2, _mixed_dtypes)
-
-
-def _count_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_one_value_in_all_raises_on_every_rank(rank: int, world: int) -> None:
     # A single value per channel over all ranks raises on every rank. The group remains usable.
     module = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
@@ -59,11 +59,8 @@ def _count_body(rank: int, world_size: int) -> None:
     assert create_syncbn_process_group(0) is None
 
 
-def test_sync_batch_norm_one_value_in_all_raises_on_every_rank() -> None:
-    run_ranks(2, _count_body)
-
-
-def _group_body(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_sync_batch_norm_process_group_is_used(rank: int, world: int) -> None:
     x = torch.arange(16.0).view(8, 2)[2 * rank : 2 * rank + 2] ** 2
     pair = create_syncbn_process_group(2)
     module = SyncBatchNorm(2, process_group=pair)
@@ -82,7 +79,7 @@ def _group_body(rank: int, world_size: int) -> None:
     own = syncbn_group.default_group()
     assert syncbn_group.default_group() is own
     assert own is not dist.group.WORLD
-    assert own.size() == world_size
+    assert own.size() == world
     alone = create_syncbn_process_group(1)
     plain = torch.nn.BatchNorm1d(2)
     torch.testing.assert_close(SyncBatchNorm(2, process_group=alone)(x), plain(x))
@@ -92,18 +89,17 @@ def _group_body(rank: int, world_size: int) -> None:
             SyncBatchNorm(2, process_group=stranger)
 
 
-def test_sync_batch_norm_process_group_is_used() -> None:
-    run_ranks(4, _group_body)
-
-
-def _split_body(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_of_eager_nccl_are_split_at_once_and_when_the_device_is_idle(
+    rank: int, world: int
+) -> None:
     syncbn_group._own_group = None  # an earlier test on these ranks may have created it
     with eager_nccl() as asked:
         pair = create_syncbn_process_group(2)
         assert asked == ["synchronize", "split_group [[0, 1], [2, 3]]"], asked
         # Created in the first forward, while DistributedDataParallel's broadcast may be in
         # progress.
-        assert syncbn_group.default_group().size() == world_size
+        assert syncbn_group.default_group().size() == world
         assert asked[2:] == ["synchronize", "new_group"], asked
     assert dist.get_process_group_ranks(pair) == [rank // 2 * 2, rank // 2 * 2 + 1]
     found = torch.tensor(float(rank))
@@ -111,11 +107,9 @@ def _split_body(rank: int, world_size: int) -> None:
     assert float(found) == (1.0 if rank < 2 else 5.0)
 
 
-def test_groups_of_eager_nccl_are_split_at_once_and_when_the_device_is_idle() -> None:
-    run_ranks(4, _split_body)
-
-
-def _collectives_body(rank: int, world_size: int, channel: str) -> None:
+@pytest.mark.parametrize("channel", ["0", "1"])
+@on_ranks(2)
+def test_sync_batch_norm_one_collective_per_direction(rank: int, world: int, channel: str) -> None:
     os.environ["APEX_HOST_CHANNEL"] = channel
     exchange = ["c10d::alltoall_base_"] if channel == "0" else []  # in shared memory
     # A group makes this choice once.
@@ -145,11 +139,10 @@ def _collectives_body(rank: int, world_size: int, channel: str) -> None:
 
 
 @pytest.mark.parametrize("channel", ["0", "1"])
-def test_sync_batch_norm_one_collective_per_direction(channel: str) -> None:
-    run_ranks(2, _collectives_body, channel)
-
-
-def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_many_channels_take_two_messages(
+    rank: int, world: int, channel: str
+) -> None:
     os.environ["APEX_HOST_CHANNEL"] = channel
     channels = 40_000  # more values than are gathered in one message
     whole = torch.randn(
@@ -173,12 +166,10 @@ def _many_channels_body(rank: int, world_size: int, channel: str) -> None:
     assert_near(x.grad, dx[3 * rank : 3 * rank + 3], torch.float64, "gradient")
 
 
-@pytest.mark.parametrize("channel", ["0", "1"])
-def test_sync_batch_norm_many_channels_take_two_messages(channel: str) -> None:
-    run_ranks(2, _many_channels_body, channel)
-
-
-def _no_gradient_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_rank_without_gradient_does_not_keep_others_waiting(
+    rank: int, world: int
+) -> None:
     module = SyncBatchNorm(2, affine=False)
     x = torch.arange(12.0).view(6, 2).cos()[3 * rank : 3 * rank + 3].requires_grad_()
     y = CutGradient.apply(module(x), rank == 0)
@@ -189,11 +180,8 @@ def _no_gradient_body(rank: int, world_size: int) -> None:
     torch.testing.assert_close(x.grad, whole.grad[3 * rank : 3 * rank + 3], rtol=1e-4, atol=1e-5)
 
 
-def test_sync_batch_norm_rank_without_gradient_does_not_keep_others_waiting() -> None:
-    run_ranks(2, _no_gradient_body)
-
-
-def _stale_graph_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_compiled_for_a_destroyed_group_raises(rank: int, world: int) -> None:
     compiled = torch.compile(SyncBatchNorm(4), fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 4)
     compiled(x)
@@ -210,11 +198,8 @@ def _stale_graph_body(rank: int, world_size: int) -> None:
         c10d._unregister_process_group(name)
 
 
-def test_sync_batch_norm_compiled_for_a_destroyed_group_raises() -> None:
-    run_ranks(2, _stale_graph_body)
-
-
-def _exact_count_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_counts_are_exact_beyond_float32(rank: int, world: int) -> None:
     # 2^24 + 1 values in total. A float32 count would lose the last one, and with it the unbiased
     # factor.
     rows = (1 << 24) if rank == 0 else 1
@@ -225,11 +210,8 @@ def _exact_count_body(rank: int, world_size: int) -> None:
     assert int(results[3]) == (1 << 24) + 1
 
 
-def test_sync_batch_norm_counts_are_exact_beyond_float32() -> None:
-    run_ranks(2, _exact_count_body)
-
-
-def _different_layers_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_different_layers_are_refused(rank: int, world: int) -> None:
     """Both paths of ranks on one host: each compares layers before it reads values."""
     for channel in ("0", "1"):
         with host_channel(channel):
@@ -249,17 +231,17 @@ def _different_layers_body(rank: int, world_size: int) -> None:
                 continue  # the group has failed
             x = torch.full((2, 3), float(rank))
             layer(x)  # nothing was exchanged, so the group still works
-            wanted = torch.full((3,), (world_size - 1) / 2, dtype=torch.float64)
+            wanted = torch.full((3,), (world - 1) / 2, dtype=torch.float64)
             again = SyncBatchNorm(3, momentum=1.0, process_group=group).double()
             again(x.double())
             torch.testing.assert_close(again.running_mean, wanted)
 
 
-def test_sync_batch_norm_different_layers_are_refused() -> None:
-    run_ranks(2, _different_layers_body)
-
-
-def _traced_body(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@on_ranks(2)
+def test_sync_batch_norm_traced_in_training_synchronizes_over_the_ranks(
+    rank: int, world: int
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4))
     untraced = copy.deepcopy(model)
     torch.manual_seed(rank)
@@ -279,8 +261,3 @@ def _traced_body(rank: int, world_size: int) -> None:
         assert torch.equal(buffer, other)
     syncbn_group._own_group = None
     torch.export.export(model, (torch.randn(5, 3),))  # with fake tensors
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_sync_batch_norm_traced_in_training_synchronizes_over_the_ranks() -> None:
-    run_ranks(2, _traced_body)

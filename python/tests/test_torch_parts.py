@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoints
-from ddp_support import RankPool, check, check_equal
+from ddp_support import RankPool, check, check_equal, on_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 
@@ -83,7 +83,8 @@ def test_distributed_checkpoint_resumed_equals_the_run_that_was_not_stopped(
     ranks.run(2, _checkpoints, name, str(tmp_path / "checkpoint"))
 
 
-def _names(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_distributed_checkpoint_names_are_those_of_state_dict(rank: int, world: int) -> None:
     """With or without the wrapper, a saved state loads into the other."""
     ddp = DistributedDataParallel(network(rank))
     inside = state_dict.get_model_state_dict(ddp.module)
@@ -94,7 +95,3 @@ def _names(rank: int, world: int) -> None:
     state_dict.set_model_state_dict(other, outside)
     for found, wanted in zip(other.parameters(), ddp.parameters(), strict=True):
         check_equal(found.detach(), wanted.detach(), "what was set")
-
-
-def test_distributed_checkpoint_names_are_those_of_state_dict(ranks: RankPool) -> None:
-    ranks.run(2, _names)
