@@ -463,6 +463,11 @@ TEST(DistributedDataParallelCpp, HoldersPointersAndVariables_Wrapped_TrainTheSam
     DistributedDataParallel by_reference(variable, group);
     EXPECT_TRUE(average_of(by_reference).equal(expected));
     EXPECT_TRUE(variable.weight.grad().equal(expected));
+    {
+      const auto guard = by_reference.join();  // looks for SyncBatchNorm in the module
+      by_reference.zero_grad();
+      EXPECT_TRUE(average_of(by_reference).equal(expected));
+    }
     torch::nn::Sequential layers(torch::nn::Linear(4, 1));
     DistributedDataParallel by_sequential(layers, group);
     EXPECT_TRUE(average_of(by_sequential).equal(expected));
