@@ -193,6 +193,7 @@ def joined(run: Run) -> Step:
                     run.at("with data")
                 if number > 1:
                     time.sleep(0.15)  # so that another rank is shadowing at the moment above
+                ddp.zero_grad()
                 ddp(batch()).sum().backward()
             if less:
                 timer.start()
