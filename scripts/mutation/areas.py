@@ -29,12 +29,7 @@ AREAS = (
         40,
         (
             "cpp/src/comm/*.cpp",
-            "cpp/src/reducer/*_reduc*.cpp",
-            "cpp/src/reducer/all_reduce.cpp",
-            "cpp/src/reducer/averaging.h",
-            "cpp/src/reducer/comm_hook.cpp",
-            "cpp/src/reducer/low_precision_hooks.cpp",
-            "cpp/src/reducer/uneven_inputs.cpp",
+            "cpp/src/reducer/reduction.*",
         ),
     ),
     Area("reducer", 50, ("cpp/src/reducer/**/*.cpp", "cpp/src/step/*.cpp")),

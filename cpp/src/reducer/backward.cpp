@@ -2,96 +2,36 @@
 #include "reducer/backward.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
-#include <ATen/Functions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <apex/error.h>
 
-#include "comm/scale_in_place.h"
 #include "fingerprint.h"
-#include "reducer/sparse.h"
 #include "watch/notice.h"
 
 namespace apex::parallel::detail {
 
-// Note [Order of launches]
-//
-// Collectives of one process group must be issued in the same order on every rank, but the order in
-// which gradients become ready may differ. So a bucket is launched only after all buckets before it
-// in the plan. Only the thread with the right to change the reducer launches buckets. The report
-// follows the last bucket, and later collectives of a reduction follow the report.
-
-// Note [Carried through]
-//
-// Ranks in a synchronized backward wait for each other's buckets. So a rank that cannot send its
-// buckets, or skips them, must still take part. Otherwise the messages of its next backward would
-// meet messages of other sizes, which the other ranks still wait for. So every rank carries a
-// backward through once it has begun. A rank without gradients sends zeros, and its report gives
-// the reason:
-//
-// - It failed: an exception ended its backward, in the module or in a hook. Then this backward is
-//   invalid. Every rank throws, and all can continue with the next backward.
-// - It left the plan (rebuild_buckets(), another communication hook).
-//   If all ranks have left it, they make a new plan and reduce their gradients by that plan. If
-//   some ranks have kept the plan, every rank throws.
-//
-// If a rank fails after its report, it is unknown what the others have received. Then the reducer
-// enters Phase::kFailed.
-
-// Note [Skipped steps]
-//
-// skip_step() is a field of the report. The backward is carried through as always, with or without
-// gradients of this rank. When the reports are read, every rank drops the gradients and sets them
-// to None, so that an optimizer steps nothing, even if the training loop does not check
-// step_skipped. This is the only way to undo sums that contain this step's gradients. Gradients
-// that accumulated before under no_sync() belong to the same step, and are dropped as well.
-//
-// With skip_failed_steps a failed backward ends in the same way.
-
-Backward::Backward(ReducerState& state, BackwardPass pass)
+Backward::Backward(ReducerState& state, BackwardPass pass, const BackwardSession& session)
     : state_(state),
       context_(state.context),
       book_(state.book),
       reporter_(state.reporter),
-      pass_(std::move(pass)) {
+      pass_(std::move(pass)),
+      session_(session) {
   pass_.recorded = book_.current() == nullptr;
   state_.step_skipped = false;
-  context_.enter(Phase::kRunning);
-  state_.clock.backward_began();
-}
-
-std::string Backward::describe_early_write(const ReducerContext& context,
-                                           const Parameter& parameter) {
-  return context.me() + "parameter '" + parameter.name +
-         "' is updated inside backward (by a gradient hook), with this rank's own gradient instead "
-         "of the average: step after backward";
+  context_.phase = Phase::kRunning;
+  context_.statistics.backward_began();
 }
 
 std::string Backward::describe() const {
   std::string text = "backward number " + std::to_string(context_.backward_number) + " has begun";
-  const auto last = std::max_element(pass_.gradients.begin(), pass_.gradients.end(),
-                                     [](const GradientState& one, const GradientState& other) {
-                                       return one.last_fired < other.last_fired;
-                                     });
-  if (last != pass_.gradients.end() && last->fired > 0) {
-    text += "; its last gradient was that of '" +
-            context_.parameters[static_cast<size_t>(last - pass_.gradients.begin())].name + "'";
-  }
+  if (pass_.clock > 0)
+    text += "; its last gradient was that of '" + context_.parameters[pass_.last].name + "'";
   const Plan* const plan = book_.current();
-  if (plan == nullptr || pass_.next_launch >= plan->entries.size()) return text;
-  std::vector<std::string> missing;
-  for (const int64_t i : plan->buckets.buckets[pass_.next_launch]) {
-    if (pass_.gradients[i].fired < plan->places[i].expected)
-      missing.push_back(context_.parameters[i].name);
-  }
-  text += "; bucket " + std::to_string(pass_.next_launch) + " is to be launched next";
-  if (missing.empty()) return text;
-  text += ", and waits for the gradient of '" + missing.front() + "'";
-  if (missing.size() > 1) text += " and " + std::to_string(missing.size() - 1) + " more";
-  return text + ", or for the end of backward";
+  return plan == nullptr ? text : text + plan->describe_next(pass_, context_);
 }
 
 // --- while gradients are computed ---
@@ -105,9 +45,9 @@ void Backward::gradient_ready(size_t index) {
   }
   GradientState& gradient = pass_.gradients[index];
   // Each rank has its own gradient, so each rank has written other values. An optimizer's fused
-  // kernels do not change the version; refuse_early_step() detects those.
+  // kernels do not change the version; ReducerControl::optimizer_steps() detects those.
   if (!context_.members.alone() && version_of(parameter.variable) != parameter.seen_version)
-    pass_.fail(describe_early_write(context_, parameter));
+    pass_.fail(context_.describe_early_write(parameter.name));
   ++gradient.fired;
   if (parameter.variable.grad().defined()) pass_.used[index] = 1;
   if (gradient.stale && context_.leaves_sums()) {
@@ -120,6 +60,7 @@ void Backward::gradient_ready(size_t index) {
   }
   if (gradient.stale && context_.join.active) reporter_.keeps_gradients = true;
   gradient.last_fired = ++pass_.clock;
+  pass_.last = index;
   if (book_.current() != nullptr) count_down(index);
 }
 
@@ -162,8 +103,15 @@ void Backward::count_down(size_t index) {
   launch_ready();
 }
 
+void Backward::launch_without_data() {
+  if (book_.current() == nullptr) return;
+  for (PlannedBucket& entry : plan().entries) entry.pending = 0;  // no gradient is waited for
+  launch_ready();
+}
+
 void Backward::launch_ready() {
-  if (context_.options.delay_allreduce || context_.launches_at_end) return;
+  const bool in_turns = session_.has_several() && (context_.shares_channel || context_.hook);
+  if (context_.options.delay_allreduce || in_turns) return;
   auto& entries = plan().entries;
   const size_t end = plan().plain_buckets();
   while (pass_.next_launch < end && entries[pass_.next_launch].pending == 0) {
@@ -178,10 +126,10 @@ void Backward::launch(size_t index, const std::function<void()>& packed) {
   PlannedBucket& entry = plan().entries[index];
   pass_.next_launch = index + 1;  // first, so that a launch that throws is not retried
   const auto before_start = [&] {
-    if (context_.options.check_finite) reporter_.finite.look(entry.message);
+    if (context_.options.check_finite) pass_.finite.look(entry.message);
     if (packed) packed();
   };
-  or_end([&] { launch_bucket(entry, index, pass_, context_, before_start); });
+  or_end([&] { entry.launch(pass_, context_, before_start); });
 }
 
 /// Runs `launch`. Fails the reducer if nothing more may be sent. The other ranks are notified then.
@@ -204,108 +152,88 @@ void Backward::or_end(const std::function<void()>& launch) {
 void Backward::launch_rest(StepReport report) {
   Plan& plan = this->plan();
   const auto packed = [&] {
-    report.digest = reporter_.replicas.digest(report.facts, reporter_.trainable);
-    if (context_.options.check_finite) {
-      for (size_t i = 0; i < plan.places.size(); ++i) {
-        if (plan.places[i].bucket < 0 && pass_.used[i] != 0)
-          reporter_.finite.look(static_cast<int64_t>(i), context_.parameters[i].variable.grad());
-      }
-      report.non_finite = reporter_.finite.first();
-    }
-    if (plan.carries_report) {
-      const BucketMessage& last = plan.entries.back().message;
-      reporter_.write(report, pass_.used, last.tail_of(last.tensor()));
-    }
+    add_findings(report);
+    const BucketMessage& last = plan.entries.back().message;
+    reporter_.exchange.write(report, pass_.used, reporter_.trainable, last.tail_of(last.tensor()));
   };
   for (size_t next = pass_.next_launch; next < plan.entries.size(); ++next) {
-    if (next > 0) let_next_pass(plan.entries[next - 1], next - 1, context_);
+    if (next > 0) plan.entries[next - 1].let_next_pass(context_);
     launch(next, next >= plan.plain_buckets() ? packed : std::function<void()>());
     context_.statistics.add(&ReducerStatistics::launched_at_end);
   }
   if (!plan.carries_report) {
-    if (!plan.entries.empty())
-      let_next_pass(plan.entries.back(), plan.entries.size() - 1, context_);
-    packed();
+    if (!plan.entries.empty()) plan.entries.back().let_next_pass(context_);
+    add_findings(report);
   }
-  ++plan.backwards;
   plan.holds_gradients = true;
   pass_.reported = true;
   reporter_.send(report, pass_.used, &plan);
-  state_.clock.launched(context_.statistics);
+  context_.statistics.all_launched();
+}
+
+/// Adds to the report what this rank finds in its gradients and parameters. All buckets but the
+/// last one are launched then.
+void Backward::add_findings(StepReport& report) {
+  report.digest = reporter_.replicas.digest(report.facts, reporter_.trainable);
+  if (!context_.options.check_finite) return;
+  for (size_t i = 0; i < pass_.used.size(); ++i) {
+    if (plan().places[i].bucket < 0 && pass_.used[i] != 0)
+      pass_.finite.look(static_cast<int64_t>(i), context_.parameters[i].variable.grad());
+  }
+  report.non_finite = pass_.finite.first();
 }
 
 /// Launches zeros for the remaining buckets, with the report in the one that carries it.
 void Backward::launch_absent(Plan& plan, const StepReport& report) {
-  const auto write = [&](const at::Tensor& tail) { reporter_.write(report, pass_.used, tail); };
-  or_end([&] { detail::launch_absent(plan.entries, report.failed, context_, write); });
+  // If reports are not read, zeros would not be detected.
+  const bool poison = report.failed && !context_.reads_reports();
+  const auto write = [&](const at::Tensor& tail) {
+    reporter_.exchange.write(report, pass_.used, reporter_.trainable, tail);
+  };
+  or_end([&] {
+    PlannedBucket* last = nullptr;
+    for (PlannedBucket& entry : plan.entries) {
+      // Also for a bucket from before the failure, whose hook may have collectives left to issue.
+      if (last != nullptr && !entry.launched) last->let_next_pass(context_);
+      if (!entry.launched) entry.launch_absent(poison, context_, write);
+      last = &entry;
+    }
+    if (last != nullptr) last->let_next_pass(context_);  // the report follows
+  });
 }
 
 // --- all gradients are computed: this rank sends ---
 
 void Backward::send() {
-  context_.enter(Phase::kEnding);
+  context_.phase = Phase::kEnding;
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) return launch_rest(report);
-  const std::string mine = settings();
-  report.settings = Fingerprint().add(mine.data(), mine.size()).value();
-  Plan* const left = book_.still_carried();
+  // What may change between backwards and must be the same on all ranks. The kinds of the
+  // parameters determine the sizes of messages.
+  const std::string settings =
+      context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
+  report.settings = Fingerprint().add(settings.data(), settings.size()).value();
+  Plan* const left = book_.sends_by();
   if (left != nullptr) launch_absent(*left, report);
   pass_.reported = true;
   reporter_.send(report, pass_.used, left);
 }
 
-/// The settings that may change between backwards and must be the same on all ranks, and the kinds
-/// of the parameters, which determine the sizes of messages.
-std::string Backward::settings() const {
-  return context_.describe_settings() + ' ' + std::to_string(context_.parameters.kinds());
-}
-
 // --- a backward without a plan ---
-
-/// This rank's recording of this backward.
-Recording Backward::recording() const {
-  const ParameterTable& parameters = context_.parameters;
-  Recording mine;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& grad = parameters[i].variable.grad();
-    const bool used = pass_.used[i] != 0;
-    RecordedParameter seen;
-    seen.sparse_dim = used && grad.defined() && grad.layout() == at::kSparse
-                          ? static_cast<int32_t>(grad.sparse_dim())
-                          : 0;
-    seen.fired = pass_.gradients[i].fired;
-    mine.parameters.push_back(seen);
-    if (seen.fired > 0) mine.ready_order.push_back(static_cast<int64_t>(i));
-  }
-  if (!context_.options.delay_allreduce) {
-    std::sort(mine.ready_order.begin(), mine.ready_order.end(), [&](int64_t left, int64_t right) {
-      return pass_.gradients[left].last_fired < pass_.gradients[right].last_fired;
-    });
-  }
-  return mine;
-}
 
 /// Makes a plan, the same on every rank, and launches its buckets.
 void Backward::record(const std::function<void()>& meanwhile) {
-  const StepTable& table = reporter_.receive(meanwhile);
+  const StepTable& table = reporter_.exchange.receive(meanwhile);
   refuse(table);
   if (context_.join.over) return;
-  if (!table.same_settings()) {
-    pass_.refused = true;
-    reporter_.refuse_settings(context_.describe_settings());
-  }
+  pass_.refused = !table.same_settings();
+  if (pass_.refused) reporter_.refuse_settings();
+  pass_.recorded = true;
   pass_.skipped = table.skipped();
   pass_.used_by_any = table.used_by_any();
   reporter_.trainable = table.trainable_set();
   if (table.all_left()) leave_behind();
-  const Recording mine = recording();
-  const Membership& members = context_.members;
-  const ControlMessage maximum =
-      members.all_reduce("exchange of recorded gradients", encode(mine), c10d::ReduceOp::MAX);
-  const ControlMessage order =
-      members.broadcast("broadcast of the bucket order", encode_order(mine));
-  const Recording agreed = decode(maximum.wait(), order.wait(), pass_.used_by_any);
-  make_plan(mine, agreed);
+  book_.record(pass_, reporter_.trainable);
   pass_.reported = false;
   pass_.next_launch = 0;  // a rank without data has launched the old plan's buckets
   launch_rest(reporter_.report(ReasonToLeave::kNone));
@@ -315,57 +243,10 @@ void Backward::record(const std::function<void()>& meanwhile) {
 /// collide with later messages.
 void Backward::leave_behind() {
   if (Plan* left = book_.sends_by()) {
-    for (PlannedBucket& entry : left->entries)
-      entry.reduction->wait("exchange by the plan that was left", {});
+    for (PlannedBucket& entry : left->entries) entry.wait({}, context_);
     left->reset();
   }
   book_.leave(ReasonToLeave::kRebuildBuckets);  // also on a rank without data
-}
-
-void Backward::make_plan(const Recording& mine, const Recording& agreed) {
-  const ParameterTable& parameters = context_.parameters;
-  const std::vector<bool>& trainable = reporter_.trainable;
-  const Plan* const extended = book_.extended();
-  std::vector<Place> places(parameters.size());
-  for (size_t i = 0; i < places.size(); ++i) {
-    const RecordedParameter& seen = agreed.parameters[i];
-    places[i].sparse_dim = seen.sparse_dim;
-    // A rank uses its own count, or the other ranks' count if it has none yet.
-    places[i].expected =
-        std::max<int32_t>(1, mine.parameters[i].fired > 0 ? mine.parameters[i].fired : seen.fired);
-  }
-  // A frozen parameter may have an older gradient. It is reduced on demand.
-  std::vector<int64_t> ready;
-  for (const int64_t i : agreed.ready_order) {
-    if (trainable[i] && !places[i].is_sparse()) ready.push_back(i);
-  }
-  for (size_t i = 0; extended != nullptr && i < places.size(); ++i) {
-    if (extended->places[i].is_sparse() && agreed.parameters[i].fired == 0)
-      places[i] = extended->places[i];
-  }
-  std::vector<int64_t> older;
-  if (extended != nullptr) {
-    for (const auto& bucket : extended->buckets.buckets)
-      older.insert(older.end(), bucket.begin(), bucket.end());
-    for (size_t i = 0; i < places.size(); ++i) {
-      if (extended->places[i].demanded) older.push_back(static_cast<int64_t>(i));
-    }
-  }
-  for (const int64_t i : older) {
-    if (places[i].is_sparse() || std::find(ready.begin(), ready.end(), i) != ready.end()) continue;
-    places[i] = extended->places[i];
-    ready.push_back(i);
-  }
-  context_.statistics.add(&ReducerStatistics::plans_recorded);
-  BucketLimits limits = context_.options.limits;
-  if (context_.options.delay_allreduce)
-    limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
-  Plan& plan = book_.put(std::move(places));
-  plan.buckets =
-      assign_buckets(parameter_infos(context_), ready, limits, context_.options.trigger_parameters);
-  plan.kinds = context_.parameters.kinds();
-  build_entries(plan, context_);
-  plan.expect(trainable, context_.options.static_graph);
 }
 
 // --- receiving ---
@@ -378,25 +259,17 @@ void Backward::refuse(const StepTable& table) {
     join.followed = join.without_data;
     if (join.by_ranks_with_data && !join.over) context_.divisor = with_data;
   }
-  try {
-    reporter_.refuse(table);
-  } catch (...) {
-    pass_.refused = true;
-    // Not counted on any rank, because the failed ranks did not count it.
-    if (Plan* plan = book_.current()) --plan->backwards;
-    throw;
-  }
+  pass_.refused = true;
+  reporter_.refuse(table);
+  pass_.refused = false;
 }
 
 /// Whether the other ranks' reports decide about a parameter of the plan. A frozen parameter has no
 /// gradient on any rank, unless one accumulated before it was frozen.
 bool Backward::misses_gradients() const {
-  const Plan& plan = *book_.current();
-  for (size_t i = 0; i < plan.places.size(); ++i) {
-    if (!plan.places[i].is_planned() || pass_.used[i] != 0) continue;
-    if (reporter_.trainable[i] || (context_.parameters_changed && pass_.accumulated)) return true;
-  }
-  return false;
+  return book_.current()->any_planned([&](size_t i) {
+    return pass_.used[i] == 0 && (reporter_.trainable[i] || pass_.accumulated);
+  });
 }
 
 bool Backward::must_read() const {
@@ -415,13 +288,17 @@ bool Backward::must_read() const {
 
 void Backward::judge(const std::function<void()>& meanwhile) {
   pass_.used_by_any = pass_.used;
-  if (!must_read()) return reporter_.order();
-  const StepTable& table = reporter_.receive(meanwhile);
+  if (!must_read()) return reporter_.exchange.order();
+  const StepTable& table = reporter_.exchange.receive(meanwhile);
   refuse(table);
   reporter_.trainable = table.trainable_set();
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (!pass_.skipped) context_.total_weight = table.total_weight();
+  if (context_.options.weighted && !pass_.skipped && context_.total_weight == 0) {
+    TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
+                    context_.backward_number, " are 0");
+  }
   if (context_.options.check_finite) {
     pass_.non_finite = table.describe_non_finite(reporter_.names());
     pass_.skipped =
@@ -436,59 +313,36 @@ void Backward::reduce_sparse() {
   for (size_t i = 0; plan.has_sparse && i < plan.places.size(); ++i) {
     if (!plan.places[i].is_sparse() || pass_.used_by_any[i] == 0) continue;
     const at::Tensor& variable = context_.parameters[i].variable;
-    const Averaging factors =
-        averaging_of(context_.options, {}, variable.scalar_type(), context_.divisor,
-                     context_.members.size, context_.total_weight);
-    at::Tensor sum =
-        sparse_gradient(variable, plan.places[i].sparse_dim).mul(factors.before).coalesce();
-    if (!context_.members.alone()) sum = sparse_all_reduce(sum, context_.members.group_of(0));
-    if (factors.after != 1.0) scale_in_place(sum, factors.after);
-    if (has_no_weight()) sum.zero_();
-    variable.mutable_grad() = sum;
-  }
-}
-
-/// Whether no rank had a sample. Then there is no mean, and the gradients may be NaN.
-bool Backward::has_no_weight() const {
-  return context_.options.weighted && context_.total_weight == 0 && !pass_.skipped;
-}
-
-void Backward::clear_without_weight(const std::vector<BucketMessage::Slot>& slots) {
-  if (!has_no_weight()) return;
-  TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
-                  context_.backward_number, " are 0");
-  const at::NoGradGuard no_grad;
-  for (const BucketMessage::Slot& slot : slots) {
-    const at::Tensor& grad = slot.variable.grad();
-    if (grad.defined()) grad.zero_();
+    variable.mutable_grad() = average_sparse(
+        variable, plan.places[i].sparse_dim, context_.averaging({}, variable.scalar_type()),
+        context_.members.alone() ? nullptr : context_.members.group_of(0));
   }
 }
 
 void Backward::complete(const std::function<void()>& meanwhile) {
   if (context_.join.without_data && book_.current() != nullptr) {
-    const StepTable& table = reporter_.receive(meanwhile);
+    const StepTable& table = reporter_.exchange.receive(meanwhile);
     if (table.all_left()) leave_behind();
   }
   if (book_.current() == nullptr) record(meanwhile);
   if (book_.current() == nullptr) return;  // no rank has data for a plan
   judge(meanwhile);
   Plan& plan = this->plan();
-  for (size_t b = 0; b < plan.entries.size(); ++b) complete_entry(plan.entries[b], b, meanwhile);
+  for (PlannedBucket& entry : plan.entries) complete_entry(entry, meanwhile);
   reduce_on_demand(meanwhile);
   reduce_sparse();
-  if (plan.watches_demand || misses_gradients() || pass_.demanded)
+  if (plan.watches_demand || misses_gradients())
     context_.statistics.add(&ReducerStatistics::usage_reads);
   if (context_.reads_reports()) {
-    const StepTable& table = reporter_.receive();
+    const StepTable& table = reporter_.exchange.receive();
     pass_.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
 }
 
-void Backward::complete_entry(PlannedBucket& entry, size_t index,
-                              const std::function<void()>& meanwhile) {
+void Backward::complete_entry(PlannedBucket& entry, const std::function<void()>& meanwhile) {
   try {
-    await_bucket(entry, index, meanwhile, context_);
+    entry.wait(meanwhile, context_);
   } catch (const CommunicationError&) {
     // The first failure is the cause, not the missing messages of the others.
     if (pass_.failure) std::rethrow_exception(pass_.failure);
@@ -496,8 +350,7 @@ void Backward::complete_entry(PlannedBucket& entry, size_t index,
   }
   if (pass_.failure) return;
   try {
-    hand_out_bucket(entry, pass_, context_);
-    clear_without_weight(entry.message.slots());
+    entry.hand_out(pass_, context_);
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
     pass_.failure = std::current_exception();
@@ -507,34 +360,29 @@ void Backward::complete_entry(PlannedBucket& entry, size_t index,
 /// Reduces the buckets on demand that a rank has used. Every rank has read the same reports, so
 /// every rank reduces the same ones.
 void Backward::reduce_on_demand(const std::function<void()>& meanwhile) {
-  std::vector<PlannedBucket>& buckets = plan().on_demand;
   const auto is_used = [&](const BucketMessage::Slot& slot) {
     return pass_.used_by_any[slot.parameter] != 0;
   };
-  std::vector<size_t> demanded;
-  for (size_t i = 0; i < buckets.size(); ++i) {
-    const auto& slots = buckets[i].message.slots();
-    if (std::any_of(slots.begin(), slots.end(), is_used)) demanded.push_back(i);
+  std::vector<PlannedBucket*> demanded;
+  for (PlannedBucket& entry : plan().on_demand) {
+    const auto& slots = entry.message.slots();
+    if (std::any_of(slots.begin(), slots.end(), is_used)) demanded.push_back(&entry);
   }
-  const size_t first = plan().entries.size();
-  for (const size_t i : demanded)
-    or_end([&] { launch_bucket(buckets[i], first + i, pass_, context_, {}); });
-  for (const size_t i : demanded) complete_entry(buckets[i], first + i, meanwhile);
+  for (PlannedBucket* entry : demanded) or_end([&] { entry->launch(pass_, context_, {}); });
+  for (PlannedBucket* entry : demanded) complete_entry(*entry, meanwhile);
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Place& place = plan().places[i];
     // A frozen parameter has an older gradient, which comes once.
     if (place.is_planned() || pass_.used_by_any[i] == 0 || !reporter_.trainable[i]) continue;
-    place.demanded = pass_.demanded = true;
+    place.demanded = true;
     place.expected = std::max<int32_t>(1, pass_.gradients[i].fired);
   }
 }
 
 void Backward::compare_replicas(const StepTable& table) {
   if (pass_.skipped || !pass_.out_of_step.empty()) return;
-  std::string why = reporter_.replicas.compare(table);
+  const std::string why = reporter_.replicas.compare(table);
   if (why.empty()) return;
-  why +=
-      ": load a checkpoint on every rank, or use replica_check_every=0 if they differ on purpose";
   if (context_.options.on_divergence == OnDivergence::kRaise) {
     pass_.out_of_step = context_.me() + why;
   } else if (context_.members.rank == 0) {
@@ -548,22 +396,19 @@ void Backward::conclude() {
   if (pass_.failure) {
     const std::exception_ptr failure = pass_.failure;
     drop_messages();
-    book_.served(reporter_.trainable, pass_.demanded);
+    book_.served(reporter_.trainable);
     std::rethrow_exception(failure);
   }
   if (book_.current() == nullptr) return drop_messages();
   if (pass_.skipped) call_off();
-  for (Parameter& parameter : context_.parameters) parameter.touched = false;
   remember_reduced();
-  const bool recorded = plan().backwards <= 1;
   plan().reset();
-  context_.enter(Phase::kIdle);
-  book_.served(reporter_.trainable, pass_.demanded);
-  context_.parameters_changed = false;
+  context_.phase = Phase::kIdle;
+  book_.served(reporter_.trainable);
   // Ranks without a gradient in a skipped step recorded nothing that later steps could use.
-  if (pass_.skipped && recorded) book_.forget();
+  if (pass_.skipped && pass_.recorded) book_.forget();
   if (!context_.join.over) context_.statistics.add(&ReducerStatistics::backwards);
-  state_.clock.ended(context_.statistics);
+  context_.statistics.backward_ended();
   pass_.rethrow();
 }
 
@@ -580,12 +425,14 @@ void Backward::call_off() {
   context_.statistics.add(&ReducerStatistics::steps_skipped);
 }
 
+/// Gradients are averages now. Remembers them where they must not be summed again.
 void Backward::remember_reduced() {
-  if (!context_.leaves_sums() && !context_.join.active) return;
+  const bool remembers = context_.leaves_sums() || context_.join.active;
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
+    parameter.touched = false;
     const at::Tensor& grad = parameter.variable.grad();
-    if (!grad.defined() || !plan().places[i].is_planned()) continue;
+    if (!remembers || !grad.defined() || !plan().places[i].is_planned()) continue;
     parameter.reduced =
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
     parameter.reduced_version = grad._version();
@@ -605,7 +452,7 @@ void Backward::fail() noexcept {
   } else if (!pass_.refused) {
     context_.fail();  // the other ranks are not notified
   }
-  if (pass_.reported) reporter_.drop();  // it may lie in a message of this backward
+  if (pass_.reported) reporter_.exchange.drop();  // it may lie in a message of this backward
   drop_messages();
   // The other ranks skip the step, so this rank skips it as well.
   if (context_.options.skip_failed_steps && context_.phase == Phase::kIdle) call_off();
@@ -616,9 +463,9 @@ void Backward::send_failure() noexcept {
   if (context_.phase == Phase::kFailed || context_.phase == Phase::kReleased) return;
   try {
     Plan* const plan = book_.sends_by();
-    if (plan != nullptr) launch_absent(*plan, reporter_.failure());
-    if (plan == nullptr || !plan->carries_report)
-      reporter_.send(reporter_.failure(), pass_.used, plan);
+    const StepReport report = reporter_.report(ReasonToLeave::kNone, /*failed=*/true);
+    if (plan != nullptr) launch_absent(*plan, report);
+    if (plan == nullptr || !plan->carries_report) reporter_.send(report, pass_.used, plan);
   } catch (...) {
     context_.fail();
   }
@@ -635,8 +482,8 @@ void Backward::drop_messages() noexcept {
     plan->holds_gradients = false;
     plan->reset();
   }
-  state_.clock.dropped();
-  if (in_backward(context_.phase)) context_.enter(Phase::kIdle);
+  context_.statistics.backward_failed();
+  if (in_backward(context_.phase)) context_.phase = Phase::kIdle;
 }
 
 }  // namespace apex::parallel::detail

@@ -11,14 +11,33 @@
 
 #include <apex/error.h>
 
+#include "reducer/context.h"
+
 namespace apex::parallel::detail {
 
 /// The state of one parameter's gradient in one backward.
 struct GradientState {
   int32_t fired = 0;       ///< times its gradient was accumulated
   int64_t last_fired = 0;  ///< BackwardPass::clock at the last time
-  bool stale =
-      false;  ///< .grad is the result of the last synchronized backward, and this one adds to it
+  /// .grad is the result of the last synchronized backward, and this one adds to it.
+  bool stale = false;
+};
+
+/// Looks for gradients that are infinite or NaN: see ReducerOptions::check_finite.
+class FiniteCheck {
+ public:
+  /// Looks at a packed message. Call it before its reduction starts, which may overwrite it. On the
+  /// CPU it adds up the bucket, and looks at single gradients only if the sum is not finite. On a
+  /// device it does not block the host.
+  void look(const BucketMessage& message);
+  /// Looks at the gradient of a parameter that is in no message.
+  void look(int64_t parameter, const at::Tensor& gradient);
+  /// The index of the first parameter with such a gradient, or -1. Waits for a device.
+  int64_t first() const;
+
+ private:
+  /// Parameters, and the largest magnitudes of their gradients.
+  std::vector<std::pair<std::vector<int64_t>, at::Tensor>> largest_;
 };
 
 /// The state of one backward. A value type, which lives until the gradients are complete.
@@ -34,12 +53,15 @@ struct BackwardPass {
   std::vector<uint8_t> kept;         ///< by parameter: .grad was defined when this backward began
   std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
   int64_t clock = 0;                 ///< gradients so far
+  size_t last = 0;                   ///< the parameter of the last one
   bool recorded = false;             ///< it had no plan when it began
+  bool written = false;              ///< parameters were, since the last one began
+  bool written_locally = false;      ///< and after a gradient that was not synchronized
   bool accumulated = false;          ///< gradients accumulated before it, without synchronization
   bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;              ///< every rank throws or skips, and sends nothing more
-  bool demanded = false;             ///< a bucket on demand was reduced
   bool reported = false;             ///< the report, which follows all buckets, was sent
+  FiniteCheck finite;                ///< with the option check_finite
   size_t next_launch = 0;            ///< the next bucket to launch
 
   // Errors that are thrown after all messages to other ranks were sent.
@@ -59,5 +81,11 @@ struct BackwardPass {
     if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
   }
 };
+
+/// @throws Error, CommunicationError if the reducer is released or has failed.
+void refuse_failed(const ReducerContext& context);
+
+/// The start of a synchronized backward: reads the state of the gradients and parameters.
+BackwardPass open_pass(ReducerContext& context);
 
 }  // namespace apex::parallel::detail

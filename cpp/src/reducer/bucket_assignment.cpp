@@ -35,56 +35,15 @@ int64_t bytes_of(const ParameterInfo& parameter) {
   return parameter.numel * static_cast<int64_t>(c10::elementSize(parameter.dtype));
 }
 
-/// Evaluates the limits for the (dtype, device) of one parameter.
-class Caps {
- public:
-  Caps(const std::vector<ParameterInfo>& parameters, const std::vector<int64_t>& ready_order,
-       const BucketLimits& limits, bool by_trigger)
-      : parameters_(parameters), order_(ready_order), limits_(limits), by_trigger_(by_trigger) {}
-
-  int64_t size(const ParameterInfo& parameter) const {
-    const bool in_bytes = limits_.cap == 0 || limits_.unit == BucketLimits::Unit::kBytes;
-    return in_bytes ? bytes_of(parameter) : parameter.numel;
-  }
-
-  int64_t later(const ParameterInfo& of) const {
-    if (by_trigger_) return kUnlimited;
-    if (limits_.cap > 0) return limits_.cap;
-    return of.device.is_cpu() ? kCpuBytes
-                              : kDeviceElements * static_cast<int64_t>(c10::elementSize(of.dtype));
-  }
-
-  int64_t first(const ParameterInfo& of) const {
-    if (by_trigger_) return kUnlimited;
-    if (limits_.cap > 0) return limits_.first_cap > 0 ? limits_.first_cap : limits_.cap;
-    int64_t together = 0;  // of gradients that share a bucket
-    for (const int64_t index : order_) {
-      const ParameterInfo& other = parameters_[index];
-      const bool same = other.dtype == of.dtype && other.device == of.device;
-      if (same && bytes_of(other) < later(of)) together += bytes_of(other);
-    }
-    return together > later(of) ? kFirstBytes : later(of);
-  }
-
- private:
-  const std::vector<ParameterInfo>& parameters_;
-  const std::vector<int64_t>& order_;
-  const BucketLimits& limits_;
-  const bool by_trigger_;
-};
-
 void check_indices(const std::vector<int64_t>& indices, size_t count, bool unique,
                    const char* what) {
   std::vector<bool> seen(count, false);
   for (const int64_t index : indices) {
-    if (index < 0 || static_cast<size_t>(index) >= count) {
+    const bool is_valid = index >= 0 && static_cast<size_t>(index) < count;
+    if (!is_valid || (unique && seen[index])) {
       throw InvalidArgument(std::string("assign_buckets: ") + what + " names parameter " +
-                            std::to_string(index) + ", but there are " + std::to_string(count) +
-                            " parameters");
-    }
-    if (unique && seen[index]) {
-      throw InvalidArgument(std::string("assign_buckets: ") + what + " names parameter " +
-                            std::to_string(index) + " twice");
+                            std::to_string(index) + (is_valid ? " twice" : ", of ") +
+                            (is_valid ? "" : std::to_string(count)));
     }
     seen[index] = true;
   }
@@ -114,7 +73,28 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
   check_indices(ready_order, parameters.size(), /*unique=*/true, "ready_order");
   check_indices(closing, parameters.size(), /*unique=*/false, "closing");
 
-  const Caps caps(parameters, ready_order, limits, /*by_trigger=*/!closing.empty());
+  const auto size_of = [&](const ParameterInfo& of) {
+    const bool in_bytes = limits.cap == 0 || limits.unit == BucketLimits::Unit::kBytes;
+    return in_bytes ? bytes_of(of) : of.numel;
+  };
+  const auto cap_of = [&](const ParameterInfo& of) {
+    if (!closing.empty()) return kUnlimited;
+    if (limits.cap > 0) return limits.cap;
+    return of.device.is_cpu() ? kCpuBytes
+                              : kDeviceElements * static_cast<int64_t>(c10::elementSize(of.dtype));
+  };
+  const auto first_cap_of = [&](const ParameterInfo& of) {
+    const int64_t later = cap_of(of);
+    if (!closing.empty()) return later;
+    if (limits.cap > 0) return limits.first_cap > 0 ? limits.first_cap : later;
+    int64_t together = 0;  // of gradients that share a bucket
+    for (const int64_t index : ready_order) {
+      const ParameterInfo& other = parameters[index];
+      const bool same = other.dtype == of.dtype && other.device == of.device;
+      if (same && bytes_of(other) < later) together += bytes_of(other);
+    }
+    return together > later ? kFirstBytes : later;
+  };
   std::vector<bool> closes(parameters.size(), false);
   for (const int64_t index : closing) closes[index] = true;
 
@@ -128,8 +108,8 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
 
   for (const int64_t index : ready_order) {
     const ParameterInfo& parameter = parameters[index];
-    const int64_t size = caps.size(parameter);
-    if (size >= caps.later(parameter)) {
+    const int64_t size = size_of(parameter);
+    if (size >= cap_of(parameter)) {
       // Large enough for its own bucket. Small gradients before and after it stay together.
       plan.buckets.push_back({index});
     } else {
@@ -138,13 +118,13 @@ BucketPlan assign_buckets(const std::vector<ParameterInfo>& parameters,
       });
       if (bucket == open.end()) {
         bucket = open.insert(open.end(),
-                             {parameter.dtype, parameter.device, caps.first(parameter), 0, {}});
+                             {parameter.dtype, parameter.device, first_cap_of(parameter), 0, {}});
       }
       bucket->members.push_back(index);
       bucket->size += size;
       if (bucket->size >= bucket->cap) {
         close(*bucket);
-        bucket->cap = caps.later(parameter);
+        bucket->cap = cap_of(parameter);
       }
     }
     if (closes[index]) {

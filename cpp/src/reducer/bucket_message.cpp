@@ -255,7 +255,11 @@ void BucketMessage::hand_out(Slot& slot, std::vector<at::Tensor>& targets,
 void BucketMessage::unpack(double scale, const std::vector<uint8_t>& used_by_any) {
   const BelowAutograd guard;
   packed_ = open_ = false;
-  if (scale != 1.0) scale_in_place(gradients_of(buffer_), scale);
+  if (scale == 0) {
+    gradients_of(buffer_).zero_();
+  } else if (scale != 1.0) {
+    scale_in_place(gradients_of(buffer_), scale);
+  }
   if (has_home()) home_.copy_(gradients_of(buffer_));
   std::vector<at::Tensor> targets;
   std::vector<at::Tensor> sources;

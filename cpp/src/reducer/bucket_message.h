@@ -100,10 +100,10 @@ class BucketMessage {
   /// @throws InvalidArgument for another number of elements.
   void assign(const at::Tensor& result);
 
-  /// Multiplies the gradients by `scale` and hands them out, as views of the buffer or by one
-  /// multi-tensor copy. Members that this rank did not use get the reduced gradient if
-  /// `used_by_any` is set for them. Otherwise they stay as they were before pack() (None stays
-  /// None).
+  /// Multiplies the gradients by `scale` (0 also clears NaN) and hands them out, as views of the
+  /// buffer or by one multi-tensor copy. Members that this rank did not use get the reduced
+  /// gradient if `used_by_any` is set for them. Otherwise they stay as they were before pack()
+  /// (None stays None).
   void unpack(double scale, const std::vector<uint8_t>& used_by_any);
 
   /// Drops the buffer and a message in flight, so that late writes to it stay invisible. Gradients

@@ -4,22 +4,105 @@
 /// The state that all parts of a reducer share.
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <apex/parallel/reducer.h>
 
+#include "comm/collectives.h"
 #include "comm/membership.h"
 #include "reducer/parameter_table.h"
-#include "reducer/phase.h"
 #include "reducer/reduction.h"
-#include "reducer/statistics.h"
-#include "reducer/uneven_inputs.h"
 
 namespace apex::parallel::detail {
+
+/// The lifecycle phase of a reducer.
+enum class Phase {
+  kIdle,      ///< between backwards
+  kRunning,   ///< a synchronized backward is computing gradients
+  kEnding,    ///< gradients are computed; it launches the remaining buckets and waits for all
+  kFailed,    ///< a collective or a hook failed: the messages of the ranks no longer match
+  kReleased,  ///< the process groups are gone
+};
+
+/// Whether a synchronized backward is in progress on this rank.
+constexpr bool in_backward(Phase phase) {
+  return phase == Phase::kRunning || phase == Phase::kEnding;
+}
+
+/// The counters and times of a reducer. add() and get() are thread safe.
+class StatisticsCounter {
+ public:
+  void add(int64_t ReducerStatistics::* count, int64_t more = 1) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_.*count += more;
+  }
+
+  ReducerStatistics get() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return counts_;
+  }
+
+  void backward_began() { waited_before_ = time_waited(); }
+  /// All buckets of the backward are launched.
+  void all_launched() {
+    if (!ended_) return;
+    set(&ReducerStatistics::last_step_compute_s,
+        Clock::now() - *ended_ - (time_waited() - waited_at_end_));
+  }
+  void backward_ended() {
+    ended_ = Clock::now();
+    waited_at_end_ = time_waited();
+    set(&ReducerStatistics::last_backward_wait_s, waited_at_end_ - waited_before_);
+  }
+  /// The backward has failed, so the next step is not measured.
+  void backward_failed() { ended_.reset(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void set(double ReducerStatistics::* time, Clock::duration value) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_.*time = std::chrono::duration<double>(value).count();
+  }
+
+  mutable std::mutex mutex_;  ///< guards counts_
+  ReducerStatistics counts_;
+  std::optional<Clock::time_point> ended_;     ///< end of the last backward
+  std::chrono::nanoseconds waited_before_{0};  ///< time_waited() when the backward began
+  std::chrono::nanoseconds waited_at_end_{0};  ///< time_waited() at ended_
+};
+
+// Note [Uneven inputs]
+//
+// Under join() a rank that has run out of data takes part in each synchronized backward of the
+// others: it launches zeros for every bucket of the plan, and its report contains `without_data`.
+// So it waits in the next bucket, or report, until the other ranks come. If the reports of all
+// ranks contain `without_data`, the join has ended on every rank. Nothing is announced, and a
+// backward under no_sync() needs nothing from the others.
+//
+// The reports are read before the first bucket is unpacked. So the number of ranks with data is
+// known when the sum is divided, like the weights of Note [Weighted means].
+//
+// Only the reducer's own messages are covered. A collective of the module, such as that of a
+// synchronized batch norm, would meet a bucket of the rank without data.
+
+/// The state of join() on this rank.
+struct UnevenInputs {
+  bool active = false;              ///< between begin_join() and end_join()
+  bool by_ranks_with_data = false;  ///< averages are over the ranks that have data
+  bool throws = false;              ///< throw_on_early_termination
+  bool without_data = false;        ///< this rank has run out of data
+  bool followed = false;            ///< it has taken part in a backward of ranks with data
+  bool over = false;                ///< no rank has data
+  int64_t last = -1;  ///< when it is over: a rank that had data to the end; -1 if all had
+};
 
 // Note [Who may touch a reducer]
 //
@@ -50,9 +133,7 @@ struct ReducerContext {
   std::atomic<double> total_weight{0};  ///< of all ranks, with the option weighted
   UnevenInputs join;
   std::atomic<Phase> phase{Phase::kIdle};
-  bool launches_at_end = false;  ///< see Note [Several reducers on one channel]
-  bool parameters_changed =
-      false;  ///< were frozen or unfrozen since the last synchronized backward
+  bool shares_channel = false;  ///< see Note [Several reducers on one channel]
 
   /// Whether ranks read each other's reports after every backward. On a device the host then waits
   /// for the device. Under join() a rank without data needs them to follow the others.
@@ -65,21 +146,27 @@ struct ReducerContext {
   /// Whether a gradient that is reduced twice would be multiplied by the number of ranks.
   bool leaves_sums() const { return !options.gradient_average || options.weighted; }
 
+  /// The factors for a sum in `dtype`. Known when the reports are read.
+  Averaging averaging(const ReductionTraits& traits, at::ScalarType dtype) const {
+    return averaging_of(options, traits, dtype, divisor, members.size, total_weight);
+  }
+
   /// Describes the settings that may change between backwards and must be the same on all ranks.
   std::string describe_settings() const {
     return hook ? "the communication hook '" + hook->name() + "'"
                 : std::string("no communication hook");
   }
 
+  std::string describe_early_write(const std::string& parameter) const {
+    return me() + "parameter '" + parameter +
+           "' is updated inside backward (by a gradient hook), with this rank's own gradient "
+           "instead of the average: step after backward";
+  }
+
   using Lock = std::lock_guard<std::recursive_mutex>;
 
-  void enter(Phase next) {
-    TORCH_INTERNAL_ASSERT(may_follow(phase, next), "apex reducer: phase ", static_cast<int>(next),
-                          " after ", static_cast<int>(phase.load()));
-    phase = next;
-  }
   void fail() {
-    if (phase != Phase::kFailed && phase != Phase::kReleased) enter(Phase::kFailed);
+    if (phase != Phase::kReleased) phase = Phase::kFailed;
   }
 
   /// "rank 1: ".

@@ -45,11 +45,14 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
   at::_foreach_copy_(targets, sources);
 }
 
-std::vector<at::Tensor> max_norms_of(std::vector<at::Tensor> values) {
+at::Tensor max_norms_of(std::vector<at::Tensor> values) {
   for (at::Tensor& one : values) {
     if (one.is_complex()) one = at::view_as_real(one.resolve_conj());
   }
-  return at::_foreach_norm(values, std::numeric_limits<double>::infinity(), at::kDouble);
+  std::vector<at::Tensor> norms =
+      at::_foreach_norm(values, std::numeric_limits<double>::infinity(), at::kDouble);
+  for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
+  return at::stack(norms);
 }
 
 }  // namespace apex::parallel

@@ -17,8 +17,8 @@ void multi_tensor_copy(std::vector<at::Tensor> targets, std::vector<at::Tensor> 
 /// of the same dtype and layout, without gaps. Otherwise does nothing and returns false.
 bool copy_in_one_pass(const at::Tensor& target, const at::Tensor& source);
 
-/// The largest magnitude of all real numbers in each tensor, on its device, in float64. Does not
-/// block the host.
-std::vector<at::Tensor> max_norms_of(std::vector<at::Tensor> values);
+/// The largest magnitude of all real numbers in each tensor, which has at least one, in float64 on
+/// the first tensor's device. Does not block the host.
+at::Tensor max_norms_of(std::vector<at::Tensor> values);
 
 }  // namespace apex::parallel

@@ -2,18 +2,30 @@
 #include "reducer/parameter_table.h"
 
 #include <algorithm>
+#include <mutex>
 #include <sstream>
+#include <unordered_map>
 #include <unordered_set>
 
 #include <apex/error.h>
 
 #include "fingerprint.h"
 #include "tensor_memory.h"
-#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
 namespace {
+
+struct Owners {
+  std::mutex mutex;  ///< guards the rest
+  std::unordered_map<const void*, std::weak_ptr<ParameterOwner>> by_parameter;
+};
+
+// Never destroyed: reducers may outlive static objects.
+Owners& owners() {
+  static auto* const instance = new Owners;
+  return *instance;
+}
 
 /// The gradient accumulator of a parameter. `.data` of another shape leaves the accumulator in
 /// place, and autograd then refuses gradients of the new shape for as long as a graph or another
@@ -32,38 +44,28 @@ void check(const NamedTensor& parameter, int rank) {
                                dtype == at::kBFloat16 || dtype == at::kComplexFloat ||
                                dtype == at::kComplexDouble;
   std::ostringstream out;
+  out << "rank " << rank << ": parameter '" << parameter.name << "' ";
   if (!can_be_averaged) {
-    out << "rank " << rank << ": parameter '" << parameter.name
-        << "' requires a gradient and has dtype " << dtype
+    out << "requires a gradient and has dtype " << dtype
         << ", which cannot be averaged over ranks: use float32, float64, float16, bfloat16, "
            "complex64 or complex128, or freeze it with requires_grad_(False)";
-    throw InvalidArgument(out.str());
-  }
-  if (!tensor.is_leaf()) {
-    out << "rank " << rank << ": parameter '" << parameter.name
-        << "' is the result of an operation, not a leaf, so it never gets a .grad: pass the tensor "
+  } else if (!tensor.is_leaf()) {
+    out << "is the result of an operation, not a leaf, so it never gets a .grad: pass the tensor "
            "that it was computed from";
-    throw InvalidArgument(out.str());
-  }
-  if (const std::string why = why_not_sendable(tensor); !why.empty()) {
-    out << "rank " << rank << ": parameter '" << parameter.name
-        << "' cannot be synchronized, since " << why
+  } else if (const std::string why = why_not_sendable(tensor); !why.empty()) {
+    out << "cannot be synchronized, since " << why
         << ": replace it before the model is wrapped, or leave it out";
-    throw InvalidArgument(out.str());
-  }
-  if (!has_memory(tensor)) {
-    out << "rank " << rank << ": parameter '" << parameter.name
-        << "' is a tensor subclass without memory of its own, whose gradient cannot be averaged: "
+  } else if (!has_memory(tensor)) {
+    out << "is a tensor subclass without memory of its own, whose gradient cannot be averaged: "
            "make its inner tensors parameters, or freeze it with requires_grad_(False)";
-    throw InvalidArgument(out.str());
-  }
-  if (const auto gradients = other_grad_dtype(tensor)) {
-    out << "rank " << rank << ": parameter '" << parameter.name << "' has dtype " << dtype
-        << " and its gradients " << *gradients
+  } else if (const auto gradients = other_grad_dtype(tensor)) {
+    out << "has dtype " << dtype << " and its gradients " << *gradients
         << " (grad_dtype), but buckets have the dtype of the parameters: set its grad_dtype to "
         << dtype << ", or keep the parameter in " << *gradients;
-    throw InvalidArgument(out.str());
+  } else {
+    return;
   }
+  throw InvalidArgument(out.str());
 }
 
 bool same_kind(const Parameter& parameter) {
@@ -73,11 +75,24 @@ bool same_kind(const Parameter& parameter) {
          parameter.variable.strides() == parameter.strides;
 }
 
-bool same_trainable(const Parameter& parameter) {
-  return parameter.variable.requires_grad() == parameter.trainable;
-}
-
 }  // namespace
+
+std::shared_ptr<ParameterOwner> owner_of(const at::Tensor& parameter) {
+  const void* const key = parameter.unsafeGetTensorImpl();
+  const std::lock_guard<std::mutex> lock(owners().mutex);
+  std::weak_ptr<ParameterOwner>& entry = owners().by_parameter[key];
+  if (auto owner = entry.lock()) return owner;
+  const std::shared_ptr<ParameterOwner> owner(
+      new ParameterOwner(nullptr), [key](ParameterOwner* last) {
+        delete last;
+        const std::lock_guard<std::mutex> inner(owners().mutex);
+        const auto found = owners().by_parameter.find(key);
+        if (found != owners().by_parameter.end() && found->second.expired())
+          owners().by_parameter.erase(found);
+      });
+  entry = owner;
+  return owner;
+}
 
 ParameterTable::ParameterTable(std::vector<NamedTensor> parameters, const void* self)
     : self_(self) {
@@ -143,7 +158,8 @@ bool ParameterTable::changed() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
     // Module.double() and similar calls replace the accumulator and its hook, even if the dtype is
     // restored afterwards.
-    return !same_trainable(parameter) || !detail::same_kind(parameter) ||
+    return parameter.variable.requires_grad() != parameter.trainable ||
+           !detail::same_kind(parameter) ||
            (parameter.trainable && torch::autograd::impl::try_get_grad_accumulator(
                                        parameter.variable) != parameter.accumulator);
   });
@@ -180,8 +196,14 @@ bool ParameterTable::owns_any() const {
 
 std::vector<bool> ParameterTable::trained() const {
   std::vector<bool> result;
-  for (size_t i = 0; i < parameters_.size(); ++i) result.push_back(trains(i));
+  for (const Parameter& one : parameters_)
+    result.push_back(one.variable.requires_grad() && owns(one));
   return result;
+}
+
+bool ParameterTable::trains_any() const {
+  const std::vector<bool> each = trained();
+  return std::find(each.begin(), each.end(), true) != each.end();
 }
 
 void ParameterTable::retire() {

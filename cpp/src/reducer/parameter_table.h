@@ -14,13 +14,31 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <apex/parallel/detail/bucket_assignment.h>
 #include <apex/parallel/detail/model_sync.h>
 
-#include "reducer/parameter_owner.h"
 #include "torch_version.h"
 
 namespace apex::parallel::detail {
+
+// Note [One parameter, one reducer]
+//
+// Several reducers may share a parameter: a module may be wrapped twice, a wrapper may be wrapped,
+// and two wrapped modules may share layers. A replaced wrapper stays alive until the garbage
+// collector runs, or as long as one of its outputs is referenced, which differs between ranks. If
+// all these reducers acted on one gradient, it would be reduced twice, read while another reducer
+// writes it, or reduced by some ranks only. So a parameter has one owner: the last constructed of
+// the reducers that a backward reaches. The order of construction is the same on every rank; the
+// orders of forwards (a rank may evaluate a model alone) and of destruction are not. Other reducers
+// treat the parameter as frozen. Without an owner, the first reducer whose hook runs takes a
+// parameter that backward reaches without an output of a reducer. Hooks run in the order of
+// construction.
+
+/// The owner of one parameter. Thread safe.
+using ParameterOwner = std::atomic<const void*>;
+
+/// The owner entry of `parameter`, which all reducers share. It lives as long as a reducer holds
+/// it, and the parameter must live as long.
+std::shared_ptr<ParameterOwner> owner_of(const at::Tensor& parameter);
 
 using AccumulatorPtr = NodePtr;
 
@@ -113,11 +131,9 @@ class ParameterTable {
   void own_all();
   bool owns(const Parameter& parameter) const;
   bool owns_any() const;
-  /// Whether the parameter is trainable now and owned by this reducer.
-  bool trains(size_t index) const {
-    return parameters_[index].variable.requires_grad() && owns(parameters_[index]);
-  }
+  /// Whether each parameter, or any, is trainable now and owned by this reducer.
   std::vector<bool> trained() const;
+  bool trains_any() const;
   /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
   /// its parameters.
   void retire();

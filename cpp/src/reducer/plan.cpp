@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "reducer/plan.h"
 
+#include <algorithm>
+#include <cstring>
+#include <limits>
 #include <utility>
 
-#include "reducer/registered_memory.h"
-#include "step/report_exchange.h"
+#include <ATen/Functions.h>
 
 namespace apex::parallel::detail {
 
@@ -12,74 +14,72 @@ namespace apex::parallel::detail {
 //
 // A rank without a gradient for a parameter must know whether another rank has one. If so, it needs
 // the average. If not, its .grad must stay unchanged (None, for an optimizer that skips such
-// parameters). Every rank's report contains its used-parameter mask. A rank reads the masks if it
-// has no gradient for some parameter. A rank with all gradients does not need them, and on devices
-// it does not wait.
+// parameters). So every rank's report contains its used-parameter mask, which a rank reads if it
+// has no gradient for some parameter. A rank with all gradients does not need the masks, and on
+// devices does not wait.
 //
 // Every rank also reads the masks while parameters are trainable that no rank used when the plan
-// was recorded. If one of them has a gradient on some rank, every rank sees that in the same step.
-// Its bucket, which is in the plan on demand, is then launched after the reports, and the next
-// backward records a plan that has it among the others.
+// was recorded. If one of them has a gradient on some rank, every rank launches its bucket on
+// demand after the reports, and the next backward records a plan that has it among the others.
 
 namespace {
-
-/// Whether the dtype represents the words of reports without rounding.
-bool is_exact(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
 /// Number of backwards. GANs train their critic up to a hundred times per step of the generator.
 constexpr int64_t kKeptFor = 128;
 
-/// The maximum size of the reports in a bucket. Larger reports are sent separately.
-constexpr int64_t kMostOfReports = int64_t{16} << 10;
+/// What one rank, or all ranks together, recorded of a parameter in a backward without a plan.
+struct Recorded {
+  int32_t sparse_dim = 0;  ///< number of sparse dimensions of its gradient; 0: dense
+  int32_t fired = 0;       ///< how often its gradient was accumulated
+  int32_t ready = 0;       ///< sorts parameters by the time of the last such gradient; 0: none
+};
+constexpr int64_t kNumbers = sizeof(Recorded) / sizeof(int32_t);
 
-/// The size of the tail of the last bucket, which carries the reports; 0 if they are sent
-/// separately. See Note [How reports travel].
-int64_t tail_of(const ReductionSite& site, const ReductionTraits& traits,
-                const ReducerContext& context) {
-  const bool plain = site.device.is_cpu() && traits.has_peers && !traits.runs_user_code;
-  if (!plain || !is_exact(site.dtype) || traits.shares_memory || !context.reads_reports()) return 0;
-  const int64_t numel = ReportExchange::tail_size(context.members, context.parameters.size());
-  return numel * static_cast<int64_t>(c10::elementSize(site.dtype)) <= kMostOfReports ? numel : 0;
+std::vector<Recorded> record_gradients(const BackwardPass& pass, const ReducerContext& context) {
+  std::vector<Recorded> mine(context.parameters.size());
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const at::Tensor& grad = context.parameters[i].variable.grad();
+    if (pass.used[i] != 0 && grad.defined() && grad.layout() == at::kSparse)
+      mine[i].sparse_dim = static_cast<int32_t>(grad.sparse_dim());
+    mine[i].fired = pass.gradients[i].fired;
+    const auto ready = context.options.delay_allreduce ? static_cast<int64_t>(i) + 1
+                                                       : pass.gradients[i].last_fired;
+    if (mine[i].fired > 0) mine[i].ready = static_cast<int32_t>(ready);
+  }
+  return mine;
 }
 
-PlannedBucket make_entry(const std::vector<int64_t>& members, const ReductionSite& site,
-                         std::unique_ptr<Reduction> reduction, ReducerContext& context,
-                         bool may_carry_report = false) {
-  std::vector<at::Tensor> variables;
-  for (const int64_t index : members) variables.push_back(context.parameters[index].variable);
-  MessageOptions options;
-  options.gradient_as_bucket_view = context.options.gradient_as_bucket_view;
-  options.allreduce_always_fp32 = context.options.allreduce_always_fp32;
-  const ReductionTraits traits = reduction->traits();
-  if (may_carry_report) options.tail = tail_of(site, traits, context);
-  if (context.options.registered_buffers || traits.shares_memory || traits.across_hosts)
-    options.allocate = registered_memory(site.group, context.statistics);
-  PlannedBucket entry(BucketMessage(members, variables, site.device, std::move(options)),
-                      std::move(reduction));
-  entry.members = entry.pending = static_cast<int64_t>(members.size());
-  return entry;
-}
-
-/// @param parameter  one of the bucket's parameters.
-ReductionSite site_of(const Parameter& parameter, size_t index, const ReducerContext& context) {
-  ReductionSite site;
-  site.device = parameter.device;
-  site.dtype = message_dtype(parameter.dtype, context.options.allreduce_always_fp32);
-  site.index = index;
-  site.group = context.members.group_of(index);
-  site.all_groups = context.members.groups;
-  site.alone = context.members.alone();
-  site.plain_average = context.options.gradient_average && !context.options.weighted &&
-                       context.options.gradient_predivide_factor == 1.0;
-  return site;
+/// The largest numbers of all ranks, and the order of rank 0. Collective.
+std::vector<Recorded> combined(const std::vector<Recorded>& mine, const Membership& members) {
+  const at::Tensor row = at::empty({static_cast<int64_t>(mine.size()) * kNumbers}, at::kInt);
+  std::memcpy(row.mutable_data_ptr(), mine.data(), row.nbytes());
+  const at::Tensor rows = members.all_gather("exchange of recorded gradients", row).wait();
+  const auto* one = static_cast<const Recorded*>(rows.const_data_ptr());
+  std::vector<Recorded> all(mine.size());
+  for (int rank = 0; rank < members.size; ++rank) {
+    for (Recorded& together : all) {
+      together.sparse_dim = std::max(together.sparse_dim, one->sparse_dim);
+      together.fired = std::max(together.fired, one->fired);
+      if (rank == 0) together.ready = one->ready;
+      ++one;
+    }
+  }
+  return all;
 }
 
 }  // namespace
 
-void PlannedBucket::reset() {
-  pending = members;
-  launched = false;
-  producers.clear();
+std::string Plan::describe_next(const BackwardPass& pass, const ReducerContext& context) const {
+  if (pass.next_launch >= entries.size()) return {};
+  std::vector<std::string> missing;
+  for (const int64_t i : buckets.buckets[pass.next_launch]) {
+    if (pass.gradients[i].fired < places[i].expected) missing.push_back(context.parameters[i].name);
+  }
+  std::string text = "; bucket " + std::to_string(pass.next_launch) + " is to be launched next";
+  if (missing.empty()) return text;
+  text += ", and waits for the gradient of '" + missing.front() + "'";
+  if (missing.size() > 1) text += " and " + std::to_string(missing.size() - 1) + " more";
+  return text + ", or for the end of backward";
 }
 
 void Plan::reset() {
@@ -94,7 +94,7 @@ void Plan::expect(const std::vector<bool>& trainable, bool static_graph) {
   for (PlannedBucket& entry : on_demand) {
     if (entry.message.gradients_buffer().defined()) entry.message.abandon();
   }
-  for (PlannedBucket& entry : entries) entry.pending = entry.members;
+  reset();
   for (size_t i = 0; i < places.size(); ++i) {
     if (!places[i].is_planned()) {
       watches_demand = watches_demand || (trainable[i] && !static_graph);
@@ -102,65 +102,6 @@ void Plan::expect(const std::vector<bool>& trainable, bool static_graph) {
       --entries[places[i].bucket].pending;
     }
   }
-}
-
-void build_entries(Plan& plan, ReducerContext& context) {
-  const auto& buckets = plan.buckets.buckets;
-  plan.entries.clear();
-  plan.holds_gradients = false;
-  plan.has_sparse = false;
-  for (Place& place : plan.places) {
-    place.bucket = -1;
-    place.demanded = false;
-    plan.has_sparse = plan.has_sparse || place.is_sparse();
-  }
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    for (size_t i = 0; i < buckets[b].size(); ++i) {
-      plan.places[buckets[b][i]].bucket = static_cast<int64_t>(b);
-      plan.places[buckets[b][i]].slot = i;
-    }
-  }
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    ReductionSite site = site_of(context.parameters[buckets[b].front()], b, context);
-    site.hook = context.hook;
-    site.is_last = b + 1 == buckets.size();
-    plan.entries.push_back(make_entry(buckets[b], site, context.choose(site), context,
-                                      /*may_carry_report=*/site.is_last));
-  }
-  plan.carries_report = !plan.entries.empty() && plan.entries.back().message.has_tail();
-  std::vector<int64_t> rest;
-  for (auto i = static_cast<int64_t>(plan.places.size()) - 1; i >= 0; --i) {
-    const at::ScalarType dtype = context.parameters[i].dtype;
-    if (!plan.places[i].is_planned() && (at::isFloatingType(dtype) || at::isComplexType(dtype)))
-      rest.push_back(i);
-  }
-  const BucketPlan others = assign_buckets(parameter_infos(context), rest, context.options.limits);
-  plan.on_demand.clear();
-  for (const auto& members : others.buckets) {
-    const ReductionSite site = site_of(context.parameters[members.front()],
-                                       buckets.size() + plan.on_demand.size(), context);
-    plan.on_demand.push_back(make_entry(members, site, context.choose(site), context));
-  }
-}
-
-std::vector<ParameterInfo> parameter_infos(const ReducerContext& context) {
-  std::vector<ParameterInfo> infos;
-  for (const Parameter& parameter : context.parameters)
-    infos.push_back({parameter.variable.numel(), parameter.dtype, parameter.device});
-  return infos;
-}
-
-std::string describe_bucket(const PlannedBucket& entry, size_t index,
-                            const ReducerContext& context) {
-  const auto& slots = entry.message.slots();
-  std::string text = entry.reduction->describe() + std::to_string(index);
-  const std::string backward = ", of backward number " + std::to_string(context.backward_number);
-  text += " (parameter '" + context.parameters[slots.front().parameter].name + "'";
-  if (slots.size() > 1) {
-    text += " to '" + context.parameters[slots.back().parameter].name + "', " +
-            std::to_string(slots.size()) + " parameters";
-  }
-  return text + ", " + std::to_string(entry.message.numel()) + " elements)" + backward;
 }
 
 // --- the plan of a reducer ---
@@ -179,22 +120,6 @@ void PlanBook::leave(ReasonToLeave reason) {
   if (left_ == ReasonToLeave::kNone || reason != ReasonToLeave::kOwner) left_ = reason;
 }
 
-bool PlanBook::has_frozen(const std::vector<bool>& trainable) const {
-  for (size_t i = 0; i < trainable.size(); ++i) {
-    if (plan_->places[i].is_planned() && !trainable[i]) return true;
-  }
-  return false;
-}
-
-/// Another reducer may write the gradient of a parameter that this one does not own.
-bool PlanBook::owns_all() const {
-  for (size_t i = 0; i < plan_->places.size(); ++i) {
-    if (plan_->places[i].is_planned() && !context_.parameters.owns(context_.parameters[i]))
-      return false;
-  }
-  return true;
-}
-
 void PlanBook::choose(const std::vector<bool>& trainable, bool follows) {
   if (!plan_) return;
   if (const Next next = std::exchange(next_, Next::kSame); next != Next::kSame) {
@@ -205,31 +130,106 @@ void PlanBook::choose(const std::vector<bool>& trainable, bool follows) {
   // A change may have been reverted. The check of kinds reads all parameters, so it runs only if
   // they were the reason.
   if (left_ == ReasonToLeave::kOwner ||
-      (left_ == ReasonToLeave::kParameters && plan_->kinds == context_.parameters.kinds())) {
+      (left_ == ReasonToLeave::kParameters && plan_->kinds == context_.parameters.kinds()))
     left_ = ReasonToLeave::kNone;
-  }
   if (left_ != ReasonToLeave::kNone) return;
-  if (!follows && !owns_all()) return leave(ReasonToLeave::kOwner);
+  // Another reducer may write the gradient of a parameter that this one does not own.
+  const auto is_foreign = [&](size_t i) {
+    return !context_.parameters.owns(context_.parameters[i]);
+  };
+  if (!follows && plan_->any_planned(is_foreign)) return leave(ReasonToLeave::kOwner);
   plan_->expect(trainable, context_.options.static_graph);
 }
 
-Plan& PlanBook::put(std::vector<Place> places) {
-  plan_ = std::make_unique<Plan>();
-  plan_->places = std::move(places);
-  extended_.reset();
-  left_ = ReasonToLeave::kNone;
-  next_ = Next::kSame;
-  same_for_ = 0;
-  return *plan_;
+void PlanBook::record(const BackwardPass& pass, const std::vector<bool>& trainable) {
+  const std::vector<Recorded> mine = record_gradients(pass, context_);
+  const std::vector<Recorded> all = combined(mine, context_.members);
+  std::vector<Place> places(all.size());
+  std::vector<int64_t> order;
+  for (size_t i = places.size(); i-- > 0;) {
+    const bool is_recorded = all[i].fired > 0 || pass.used_by_any[i] != 0;
+    if (!is_recorded && extended_ && extended_->has(i)) {
+      places[i] = extended_->places[i];
+      continue;
+    }
+    places[i].sparse_dim = all[i].sparse_dim;
+    // A rank uses its own count, or the other ranks' count if it has none yet.
+    places[i].expected = std::max(1, mine[i].fired > 0 ? mine[i].fired : all[i].fired);
+    // A frozen parameter may have an older gradient. It is reduced on demand.
+    if (trainable[i] && !places[i].is_sparse() && (all[i].ready > 0 || pass.used_by_any[i] != 0))
+      order.push_back(static_cast<int64_t>(i));
+  }
+  // Parameters that rank 0 does not use come last, in the usual order of backward.
+  std::stable_sort(order.begin(), order.end(), [&](int64_t left, int64_t right) {
+    const auto at = [&](int64_t i) { return static_cast<uint32_t>(all[i].ready) - 1; };
+    return at(left) < at(right);
+  });
+  if (extended_) {
+    std::vector<int64_t> older;
+    for (const auto& bucket : extended_->buckets.buckets)
+      older.insert(older.end(), bucket.begin(), bucket.end());
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (extended_->places[i].demanded) older.push_back(static_cast<int64_t>(i));
+    }
+    for (const int64_t i : older) {
+      const bool is_new = std::find(order.begin(), order.end(), i) == order.end();
+      if (is_new && !places[i].is_sparse()) order.push_back(i);
+    }
+  }
+  fill(std::move(places), order);
+  plan_->expect(trainable, context_.options.static_graph);
 }
 
-void PlanBook::served(const std::vector<bool>& trainable, bool demanded) {
+/// Replaces the plan. Its buckets on demand, for all parameters that are not in `order`, are
+/// reduced without the hook.
+void PlanBook::fill(std::vector<Place> places, const std::vector<int64_t>& order) {
+  forget();
+  same_for_ = 0;
+  context_.statistics.add(&ReducerStatistics::plans_recorded);
+  plan_ = std::make_unique<Plan>();
+  plan_->kinds = context_.parameters.kinds();
+  plan_->places = std::move(places);
+  std::vector<ParameterInfo> infos;
+  for (const Parameter& parameter : context_.parameters)
+    infos.push_back({parameter.variable.numel(), parameter.dtype, parameter.device});
+  BucketLimits limits = context_.options.limits;
+  if (context_.options.delay_allreduce)
+    limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();
+  plan_->buckets = assign_buckets(infos, order, limits, context_.options.trigger_parameters);
+  for (Place& place : plan_->places) {
+    place.bucket = -1;
+    place.demanded = false;
+    plan_->has_sparse = plan_->has_sparse || place.is_sparse();
+  }
+  size_t number = 0;
+  for (const auto& members : plan_->buckets.buckets) {
+    for (size_t slot = 0; slot < members.size(); ++slot) {
+      plan_->places[members[slot]].bucket = static_cast<int64_t>(number);
+      plan_->places[members[slot]].slot = slot;
+    }
+    const bool is_last = number + 1 == plan_->buckets.buckets.size();
+    plan_->entries.push_back(make_bucket(members, number++, context_.hook, is_last, context_));
+  }
+  plan_->carries_report = !plan_->entries.empty() && plan_->entries.back().message.has_tail();
+  std::vector<int64_t> rest;
+  for (auto i = static_cast<int64_t>(infos.size()) - 1; i >= 0; --i) {
+    const bool has_gradient =
+        at::isFloatingType(infos[i].dtype) || at::isComplexType(infos[i].dtype);
+    if (has_gradient && !plan_->places[i].is_planned()) rest.push_back(i);
+  }
+  for (const auto& members : assign_buckets(infos, rest, context_.options.limits).buckets)
+    plan_->on_demand.push_back(make_bucket(members, number++, nullptr, false, context_));
+}
+
+void PlanBook::served(const std::vector<bool>& trainable) {
   same_for_ = trainable == set_ ? same_for_ + 1 : 0;
   set_ = trainable;
   if (!plan_ || left_ != ReasonToLeave::kNone) return;
-  if (demanded) {
+  const auto& places = plan_->places;
+  const auto demanded = [](const Place& place) { return place.demanded; };
+  if (std::any_of(places.begin(), places.end(), demanded)) {
     next_ = Next::kLarger;
-  } else if (same_for_ >= kKeptFor && has_frozen(trainable)) {
+  } else if (same_for_ >= kKeptFor && plan_->any_planned([&](size_t i) { return !trainable[i]; })) {
     next_ = Next::kSmaller;
   }
 }

@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// A bucket plan: the gradients in each bucket, the order of the buckets, and their reductions; and
-/// the plan of a reducer, with the reason why a rank has left it.
+/// A bucket plan: the gradients in each bucket, the order of the buckets, and their reductions; how
+/// it is recorded; and the plan of a reducer, with the reason why a rank has left it.
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include <c10/core/Stream.h>
-
 #include <apex/parallel/detail/bucket_assignment.h>
 
-#include "reducer/averaging.h"
-#include "reducer/context.h"
+#include "reducer/planned_bucket.h"
 #include "step/step_report.h"
 
 namespace apex::parallel::detail {
@@ -34,28 +30,6 @@ struct Place {
   bool is_planned() const { return bucket >= 0 || is_sparse(); }
 };
 
-/// A bucket, and its state in one backward.
-struct PlannedBucket {
-  BucketMessage message;
-  std::unique_ptr<Reduction> reduction;
-  ReductionTraits traits;
-  int64_t members = 0;  ///< parameters that must fire before it is launched
-  int64_t pending = 0;  ///< members that have not fired yet
-  bool launched = false;
-  std::vector<c10::Stream> producers;      ///< streams that produced its gradients
-  std::optional<c10::Stream> unpacked_on;  ///< in the last complete backward
-
-  PlannedBucket(BucketMessage of, std::unique_ptr<Reduction> by)
-      : message(std::move(of)), reduction(std::move(by)), traits(reduction->traits()) {}
-
-  Averaging averaging(const ReducerContext& context) const {
-    return averaging_of(context.options, traits, message.dtype(), context.divisor,
-                        context.members.size, context.total_weight);
-  }
-  /// Prepares the bucket for the next backward.
-  void reset();
-};
-
 struct Plan {
   std::vector<Place> places;  ///< by parameter
   BucketPlan buckets;
@@ -66,34 +40,34 @@ struct Plan {
   bool carries_report = false;   ///< the report follows the gradients of the last bucket
   bool watches_demand = false;   ///< buckets on demand may get a gradient
   bool has_sparse = false;       ///< some gradients are sparse
-  int64_t backwards = 0;         ///< number of backwards with this plan
   bool holds_gradients = false;  ///< its messages are those of the last backward
   int64_t kinds = 0;             ///< of the parameters, see ParameterTable
 
   /// The number of buckets before the report.
   size_t plain_buckets() const { return entries.size() - (carries_report ? 1 : 0); }
+  /// Whether a gradient of the parameter was reduced by this plan, or is expected to be.
+  bool has(size_t parameter) const {
+    return places[parameter].is_planned() || places[parameter].demanded;
+  }
+  template <typename Predicate>
+  bool any_planned(Predicate&& holds) const {
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (places[i].is_planned() && holds(i)) return true;
+    }
+    return false;
+  }
+  /// Names the gradients that the next bucket waits for.
+  std::string describe_next(const BackwardPass& pass, const ReducerContext& context) const;
   void reset();
   /// Prepares a backward in which these parameters are trainable: no bucket waits for the others.
   void expect(const std::vector<bool>& trainable, bool static_graph);
 };
 
-/// Makes the entries of `plan` from its buckets and places, and buckets on demand for all other
-/// parameters. These are reduced without the hook.
-void build_entries(Plan& plan, ReducerContext& context);
-
-/// The input of assign_buckets().
-std::vector<ParameterInfo> parameter_infos(const ReducerContext& context);
-
-/// "all-reduce of bucket 1 (parameter 'a' to 'b', 2 parameters, 30 elements), of backward number
-/// 7".
-std::string describe_bucket(const PlannedBucket& entry, size_t index,
-                            const ReducerContext& context);
-
 // Note [One plan]
 //
-// A reducer has one plan, with a place for every parameter. For a parameter that is frozen, as for
-// one without a gradient, a rank sends zeros. So no message depends on the set of trainable
-// parameters, and a program that alternates between two sets has one plan for both.
+// A reducer has one plan, with a place for every parameter. For a frozen parameter, as for one
+// without a gradient, a rank sends zeros. So no message depends on the set of trainable parameters,
+// and a program that alternates between two sets has one plan for both.
 //
 // A gradient of a parameter that was frozen, or not used on any rank, when the plan was recorded is
 // reduced on demand. The next backward then records a plan that also has the parameters of the old
@@ -101,13 +75,13 @@ std::string describe_bucket(const PlannedBucket& entry, size_t index,
 // rank decides both from the same reports, so all ranks record in the same backward.
 //
 // All ranks must freeze and unfreeze the same parameters. The reports contain the set of each rank,
-// so a difference is an error on every rank. On devices on which ranks do not read each other's
-// reports, a difference is not detected.
+// so a difference is an error on every rank, except on devices on which ranks do not read each
+// other's reports.
 
 /// The plan of a reducer. Not thread safe.
 class PlanBook {
  public:
-  explicit PlanBook(const ReducerContext& context) : context_(context) {}
+  explicit PlanBook(ReducerContext& context) : context_(context) {}
 
   /// The current plan; null if a plan must be recorded.
   Plan* current() { return left_ == ReasonToLeave::kNone ? plan_.get() : nullptr; }
@@ -117,37 +91,30 @@ class PlanBook {
   /// This rank leaves the plan; the other ranks may still use it.
   void leave(ReasonToLeave reason);
   ReasonToLeave left() const { return left_; }
-  /// The plan that this rank has left, if it still sends messages by it because others may use it.
-  Plan* still_carried() {
-    return left_ != ReasonToLeave::kNone && context_.reads_reports() ? plan_.get() : nullptr;
+  /// The plan by which this rank sends messages, perhaps because others may use it although this
+  /// rank has left it; null if there is none.
+  Plan* sends_by() {
+    return left_ == ReasonToLeave::kNone || context_.reads_reports() ? plan_.get() : nullptr;
   }
-  /// The plan by which this rank sends messages in this backward; null if there is none.
-  Plan* sends_by() { return left_ == ReasonToLeave::kNone ? plan_.get() : still_carried(); }
-  /// The plan whose parameters the next one must also have; null if there is none. The same on
-  /// every rank.
-  const Plan* extended() const { return extended_.get(); }
-
   /// Before a backward with this set of trainable parameters: leaves the plan, or prepares it.
   /// @param follows  this rank has no data and does what the others do.
   void choose(const std::vector<bool>& trainable, bool follows);
-  /// Replaces the plan by one without buckets.
-  Plan& put(std::vector<Place> places);
-  /// A backward with the current plan has ended. The arguments are the same on every rank.
-  /// @param demanded  a bucket on demand was reduced.
-  void served(const std::vector<bool>& trainable, bool demanded);
+  /// Makes a plan, the same on every rank, from the gradients of a backward. Collective.
+  void record(const BackwardPass& pass, const std::vector<bool>& trainable);
+  /// A backward with the current plan has ended. The argument is the same on every rank.
+  void served(const std::vector<bool>& trainable);
 
  private:
   enum class Next { kSame, kLarger, kSmaller };
-  bool has_frozen(const std::vector<bool>& trainable) const;
-  bool owns_all() const;
+  void fill(std::vector<Place> places, const std::vector<int64_t>& order);
 
-  const ReducerContext& context_;
+  ReducerContext& context_;
   std::unique_ptr<Plan> plan_;
   ReasonToLeave left_ = ReasonToLeave::kNone;
-  Next next_ = Next::kSame;  ///< the plan of the next backward
-  std::unique_ptr<Plan> extended_;
-  std::vector<bool> set_;  ///< of the last backward
-  int64_t same_for_ = 0;   ///< number of backwards with this set before that one
+  Next next_ = Next::kSame;         ///< the plan of the next backward
+  std::unique_ptr<Plan> extended_;  ///< the next plan also has its parameters
+  std::vector<bool> set_;           ///< of the last backward
+  int64_t same_for_ = 0;            ///< number of backwards with this set before that one
 };
 
 }  // namespace apex::parallel::detail

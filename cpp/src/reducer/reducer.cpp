@@ -70,40 +70,6 @@ void check_options(const ReducerOptions& options, size_t parameters,
   }
 }
 
-/// @throws Error if it is too late for this rank to skip a step.
-void refuse_to_skip(const detail::ReducerContext& context) {
-  const char* reason = nullptr;
-  if (!context.members.alone() && !context.reads_reports()) {
-    reason =
-        "on this device the host does not read the other ranks' reports: construct with "
-        "check_reduction=True or on_failure='skip' (in C++, check_steps or skip_failed_steps)";
-  } else if (context.phase == detail::Phase::kEnding) {
-    reason = "this backward has already sent its report: call it earlier";
-  }
-  if (reason != nullptr) throw Error(context.me() + "skip_step(): " + reason);
-}
-
-void refuse_weight(const detail::ReducerContext& context) {
-  if (!context.options.weighted) {
-    throw Error(
-        "a weight was passed, but gradients are averaged without weights: construct with weighted");
-  }
-  if (in_backward(context.phase))
-    throw Error("a weight was passed inside backward: enter weight() before backward");
-}
-
-/// @throws Error in a backward that averages one of `stepped`.
-void refuse_early_step(const detail::ReducerContext& context,
-                       const std::vector<at::Tensor>& stepped) {
-  if (context.phase != detail::Phase::kRunning || context.members.alone()) return;
-  for (const detail::Parameter& one : context.parameters) {
-    for (const at::Tensor& parameter : stepped) {
-      if (one.variable.is_same(parameter))
-        throw Error(detail::Backward::describe_early_write(context, one));
-    }
-  }
-}
-
 }  // namespace
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
@@ -204,7 +170,7 @@ void ReducerControl::leave_join() noexcept {
 }
 
 void ReducerControl::release_all() {
-  for (const auto& core : detail::all_reducers()) {
+  for (const auto& core : detail::BackwardSession::all()) {
     try {
       core->release();
     } catch (const Error&) {
@@ -218,7 +184,16 @@ void ReducerControl::release_all() {
 at::Tensor Reducer::skip_step() {
   core_->prepare_for_forward();  // there may be no forward before the backward
   core_->locked([](ReducerState& state) {
-    refuse_to_skip(state.context);
+    const detail::ReducerContext& context = state.context;
+    const char* reason = nullptr;
+    if (!context.members.alone() && !context.reads_reports()) {
+      reason =
+          "on this device the host does not read the other ranks' reports: construct with "
+          "check_reduction=True or on_failure='skip' (in C++, check_steps or skip_failed_steps)";
+    } else if (context.phase == detail::Phase::kEnding) {
+      reason = "this backward has already sent its report: call it earlier";
+    }
+    if (reason != nullptr) throw Error(context.me() + "skip_step(): " + reason);
     state.reporter.wants_skip = true;
   });
   const at::Device device =
@@ -235,16 +210,19 @@ bool Reducer::step_skipped() const { return core_->state().step_skipped; }
 
 void ReducerControl::begin_weight(const at::Tensor& weight) {
   core_->locked([&](ReducerState& state) {
-    refuse_weight(state.context);
+    if (!state.context.options.weighted) {
+      throw Error(
+          "a weight was passed, but gradients are averaged without weights: construct with "
+          "weighted");
+    }
+    if (in_backward(state.context.phase))
+      throw Error("a weight was passed inside backward: enter weight() before backward");
     state.reporter.weight.enter(weight);
   });
 }
 
 void ReducerControl::begin_weight(double weight) {
-  core_->locked([&](ReducerState& state) {
-    refuse_weight(state.context);
-    state.reporter.weight.enter(weight);
-  });
+  begin_weight(at::scalar_tensor(weight, at::kDouble));
 }
 
 void ReducerControl::end_weight() noexcept {
@@ -263,7 +241,13 @@ void ReducerControl::check_replicas_next() { core_->state().reporter.replicas.co
 
 void ReducerControl::optimizer_steps(const std::vector<at::Tensor>& parameters) {
   for (const auto& core : detail::owners_of(parameters)) {
-    refuse_early_step(core->state().context, parameters);
+    const detail::ReducerContext& context = core->state().context;
+    if (context.phase != detail::Phase::kRunning || context.members.alone()) continue;
+    for (const detail::Parameter& one : context.parameters) {
+      const auto is_one = [&](const at::Tensor& stepped) { return one.variable.is_same(stepped); };
+      if (std::any_of(parameters.begin(), parameters.end(), is_one))
+        throw Error(context.describe_early_write(one.name));
+    }
   }
 }
 

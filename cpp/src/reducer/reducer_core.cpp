@@ -3,17 +3,15 @@
 
 #include <algorithm>
 #include <mutex>
-#include <unordered_set>
 #include <utility>
+
+#include <ATen/record_function.h>
 
 #include <apex/error.h>
 #include <apex/parallel/stall_report.h>
 
 #include "comm/collectives.h"
 #include "plain_text.h"
-#include "reducer/hooks.h"
-#include "reducer/opening.h"
-#include "reducer/profiler_range.h"
 #include "tensor_memory.h"
 
 namespace apex::parallel::detail {
@@ -28,8 +26,7 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
   };
   std::string triggers;
   for (const int64_t index : options.trigger_parameters) triggers += std::to_string(index) + ' ';
-  std::vector<std::string> settings = options.settings;
-  const std::vector<std::string> own{
+  std::vector<std::string> settings{
       text("bucket size", options.limits.cap),
       text("first bucket size", options.limits.first_cap),
       text("bucket size in bytes", options.limits.unit == BucketLimits::Unit::kBytes),
@@ -49,13 +46,13 @@ std::vector<std::string> settings_of(const ReducerOptions& options, size_t group
       text("on_divergence", static_cast<int>(options.on_divergence)),
       text("check_reduction (check_steps)",
            options.check_steps.has_value() ? *options.check_steps : -1)};
-  settings.insert(settings.end(), own.begin(), own.end());
+  settings.insert(settings.begin(), options.settings.begin(), options.settings.end());
   return settings;
 }
 
 std::string describe_reducers() {
   std::string lines;
-  for (const auto& core : all_reducers()) {
+  for (const auto& core : BackwardSession::all()) {
     const std::string state = core->describe();
     if (!state.empty()) lines += (lines.empty() ? "" : "\n") + state;
   }
@@ -64,19 +61,12 @@ std::string describe_reducers() {
 
 }  // namespace
 
-std::vector<std::shared_ptr<ReducerCore>> all_reducers() {
-  std::vector<std::shared_ptr<ReducerCore>> cores;
-  for (const auto& one : BackwardSession::all())
-    cores.push_back(std::static_pointer_cast<ReducerCore>(one));
-  return cores;
-}
-
-std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters) {
+BackwardSession::Reducers owners_of(const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> owners;
   for (const at::Tensor& parameter : parameters) {
     if (parameter.defined()) owners.insert(owner_of(parameter)->load());
   }
-  std::vector<std::shared_ptr<ReducerCore>> found = all_reducers();
+  BackwardSession::Reducers found = BackwardSession::all();
   found.erase(std::remove_if(found.begin(), found.end(),
                              [&](const auto& core) { return owners.count(core.get()) == 0; }),
               found.end());
@@ -87,11 +77,6 @@ ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupP
                          ReducerOptions options)
     : state_(std::move(parameters), std::move(groups), std::move(options), this) {}
 
-ReducerCore::~ReducerCore() {
-  BackwardSession::drop(this);
-  retire();
-}
-
 void ReducerCore::begin() {
   Membership& members = context().members;
   verify_same_model(parameters(), settings_of(context().options, members.groups.size()),
@@ -101,7 +86,7 @@ void ReducerCore::begin() {
   if (!context().parameters.empty()) members.device = context().parameters[0].variable.device();
   const auto on_cpu = [](const NamedTensor& one) { return one.tensor.device().is_cpu(); };
   members.separate(std::any_of(parameters().begin(), parameters().end(), on_cpu));
-  shares_channel_ =
+  context().shares_channel =
       members.shares_groups || !std::all_of(parameters().begin(), parameters().end(), on_cpu);
   if (context().options.init_sync) {
     std::vector<at::Tensor> tensors;
@@ -144,13 +129,10 @@ void ReducerCore::refuse_in_backward(const char* what) const {
 void ReducerCore::prepare_for_forward() {
   const Lock lock(context().mutex);
   if (in_backward(context().phase) || !context().parameters.changed()) return;
-  context().parameters_changed = true;
   // After a change of dtype, device, shape or strides the buckets cannot be used. The set of
   // trainable parameters is checked when a backward begins.
-  const bool same_kind = context().parameters.same_kind();
-  if (!same_kind) context().parameters.unhook();
+  if (!context().parameters.same_kind()) return leave_plan(ReasonToLeave::kParameters);
   hook_parameters();
-  if (!same_kind) state_.book.leave(ReasonToLeave::kParameters);
 }
 
 void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
@@ -163,9 +145,7 @@ void ReducerCore::watch_outputs(const std::vector<at::Tensor>& outputs) {
     // hook.
     if (!node || node.get() == last) continue;
     last = node.get();
-    auto watched = std::make_shared<const WatchedOutput>(WatchedOutput{last});
-    outputs_.add(watched);
-    node->add_pre_hook(make_output_hook(shared_from_this(), std::move(watched)));
+    outputs_.watch(*node, shared_from_this());
   }
 }
 
@@ -176,15 +156,14 @@ void ReducerCore::leave_plan(ReasonToLeave reason) {
 }
 
 void ReducerCore::release() {
-  refuse_in_backward("release()");  // without the lock, which a backward may hold for long
-  const Lock lock(context().mutex);
-  refuse_in_backward("release()");
-  if (context().phase == Phase::kReleased) return;
-  state_.book.forget();
-  state_.reporter.drop();
-  context().hook.reset();
-  context().members.release();
-  context().enter(Phase::kReleased);
+  between_backwards("release()", [](ReducerState& state) {
+    if (state.context.phase == Phase::kReleased) return;
+    state.book.forget();
+    state.reporter.exchange.drop();
+    state.context.hook.reset();
+    state.context.members.release();
+    state.context.phase = Phase::kReleased;
+  });
 }
 
 std::vector<at::Tensor> ReducerCore::buffers() {
@@ -192,11 +171,11 @@ std::vector<at::Tensor> ReducerCore::buffers() {
   std::vector<at::Tensor> buffers;
   Plan* plan = state_.book.current();
   if (plan == nullptr || !plan->holds_gradients) return buffers;
-  for (const PlannedBucket& entry : plan->entries)
-    buffers.push_back(entry.message.gradients_buffer());
-  for (const PlannedBucket& entry : plan->on_demand) {
-    if (const at::Tensor buffer = entry.message.gradients_buffer(); buffer.defined())
-      buffers.push_back(buffer);
+  for (const auto* buckets : {&plan->entries, &plan->on_demand}) {
+    for (const PlannedBucket& entry : *buckets) {
+      const at::Tensor buffer = entry.message.gradients_buffer();
+      if (buffer.defined()) buffers.push_back(buffer);
+    }
   }
   return buffers;
 }
@@ -259,21 +238,14 @@ void ReducerCore::weigh_local_backward(BackwardSession& session) {
   });
 }
 
-/// Whether this reducer trains a parameter. Samples that reach a frozen discriminator are not one
-/// of its batches.
-bool ReducerCore::trains_any() const {
-  for (size_t i = 0; i < context().parameters.size(); ++i) {
-    if (context().parameters.trains(i)) return true;
-  }
-  return false;
-}
-
 void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   const Lock lock(context().mutex);
   if (in_backward(context().phase)) return;
   if (context().options.weighted) forget_cleared_weights();
   if (!synchronizing_.load()) {
-    if (context().options.weighted && trains_any()) weigh_local_backward(*session);
+    // Samples that reach a frozen discriminator are not one of its batches.
+    if (context().options.weighted && context().parameters.trains_any())
+      weigh_local_backward(*session);
     return;
   }
   // Another reducer may own all parameters: see Note [One parameter, one reducer]. A rank with only
@@ -289,24 +261,16 @@ void ReducerCore::begin_backward(const std::shared_ptr<BackwardSession>& session
   refuse_failed(context());
   require_same_ranks(*context().members.parent, context().members.rank, context().members.size,
                      "this reducer");
-  BackwardPass pass = open_pass(state_);
-  refuse_failed(context());
+  BackwardPass pass = open_pass(context());
+  state_.reporter.backward_began(pass);
   const bool without_data = context().join.without_data;
   if (!without_data) state_.reporter.weight.backward_began();
-  choose_plan();
-  backward_ = std::make_unique<Backward>(state_, std::move(pass));
+  state_.reporter.trainable = context().parameters.trained();
+  state_.book.choose(state_.reporter.trainable, without_data);
+  backward_ = std::make_unique<Backward>(state_, std::move(pass), *session);
   session_ = session.get();
   session->join(shared_from_this());
-  Plan* const plan = state_.book.current();
-  if (plan == nullptr || !without_data) return;
-  for (PlannedBucket& entry : plan->entries) entry.pending = 0;  // no gradient is waited for
-  context().launches_at_end = launches_at_end();
-  backward_->launch_ready();
-}
-
-void ReducerCore::choose_plan() {
-  state_.reporter.trainable = context().parameters.trained();
-  state_.book.choose(state_.reporter.trainable, context().join.without_data);
+  if (without_data) backward_->launch_without_data();
 }
 
 void ReducerCore::gradient_ready(size_t index) {
@@ -319,29 +283,17 @@ void ReducerCore::gradient_ready(size_t index) {
       (context().parameters.retired() && !in_backward(context().phase)))
     return;
   if (!parameter.variable.requires_grad()) return;  // frozen after its forward
-  if (!in_backward(context().phase) && !begin_at_gradient(index)) return;
-  context().launches_at_end = launches_at_end();
-  backward_->gradient_ready(index);
-}
-
-/// See Note [Several reducers on one channel].
-bool ReducerCore::launches_at_end() const {
-  return session_ != nullptr && session_->has_several() && (shares_channel_ || context().hook);
-}
-
-/// Begins a synchronized backward at a gradient, if backward did not reach a watched output.
-bool ReducerCore::begin_at_gradient(size_t index) {
-  Parameter& parameter = context().parameters[index];
-  if (!synchronizing_.load()) {
-    if (context().options.weighted) weigh_local_backward(*BackwardSession::current());
-    state_.reporter.tracker.gradient_arrived_locally();
-    parameter.touch();
-    return false;
+  if (in_backward(context().phase)) return backward_->gradient_ready(index);
+  // Backward did not reach a watched output.
+  if (synchronizing_.load()) {
+    begin_backward(BackwardSession::current());
+    // This gradient is already accumulated, so its memory may be one that autograd still reads.
+    backward_->pass().kept[index] = 0;
+    return backward_->gradient_ready(index);
   }
-  begin_backward(BackwardSession::current());
-  // This gradient is already accumulated, so its memory may be one that autograd still reads.
-  backward_->pass().kept[index] = 0;
-  return true;
+  if (context().options.weighted) weigh_local_backward(*BackwardSession::current());
+  state_.reporter.tracker.gradient_arrived_locally();
+  context().parameters[index].touch();
 }
 
 // --- the end of a backward ---
@@ -389,7 +341,7 @@ void ReducerCore::send(const BackwardSession* session) {
 void ReducerCore::complete(const BackwardSession* session, const std::function<void()>& meanwhile) {
   const Lock lock(context().mutex);
   if (session_ != session) return;
-  const ProfilerRange range("apex::reducer::finish_backward");
+  RECORD_USER_SCOPE("apex::reducer::finish_backward");
   or_fail([&] { backward_->complete(meanwhile); });
   if (backward_) take_backward()->conclude();  // else skipped
 }

@@ -14,19 +14,16 @@
 #include <apex/parallel/reducer.h>
 
 #include "reducer/backward.h"
-#include "reducer/watched_outputs.h"
-#include "step/backward_session.h"
+#include "reducer/backward_session.h"
 
 namespace apex::parallel::detail {
 
 /// The implementation of Reducer. Thread safe, see Note [Who may touch a reducer]. See Reducer for
 /// the documentation of functions with the same names.
-class ReducerCore final : public BackwardParticipant,
-                          public std::enable_shared_from_this<ReducerCore> {
+class ReducerCore final : public std::enable_shared_from_this<ReducerCore> {
  public:
   ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
               ReducerOptions options);
-  ~ReducerCore() override;
   /// Compares models, connects, broadcasts, and hooks the parameters. Collective.
   void begin();
   /// Gives the parameters up, once a backward in progress has ended.
@@ -46,7 +43,7 @@ class ReducerCore final : public BackwardParticipant,
     const Lock lock(context().mutex);
     return body(state_);
   }
-  /// The same between backwards.
+  /// The same between backwards. Does not wait for a backward, which may hold the lock for long.
   /// @throws apex::Error in a backward; the message names `what`.
   template <typename Body>
   void between_backwards(const char* what, Body&& body) {
@@ -63,20 +60,31 @@ class ReducerCore final : public BackwardParticipant,
   void shadow_backward();
 
   // Called by autograd.
-  bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) override {
+  /// Whether an output of this reducer is among the nodes of a backward.
+  bool has_outputs_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
     return outputs_.lie_in(nodes);
   }
-  void own_parameters() override;
-  void begin(const std::shared_ptr<BackwardSession>& session) override;
-  void send(const BackwardSession* session) override;
-  void complete(const BackwardSession* session, const std::function<void()>& meanwhile) override;
-  void abandon(const BackwardSession* session) noexcept override;
-  std::string out_of_step() const override;
-  std::string describe() const override;
+  /// A backward reaches the outputs of this reducer. First own_parameters() is called for all
+  /// reducers, then begin(). A reducer that synchronizes then joins `session`.
+  void own_parameters();
+  void begin(const std::shared_ptr<BackwardSession>& session);
+  /// All gradients are computed. Sends the remaining buckets and this rank's report. Does not wait
+  /// for the reports of others.
+  void send(const BackwardSession* session);
+  /// Waits, and replaces gradients by averages. `meanwhile` is called periodically, and may throw
+  /// OutOfStepElsewhere to end the wait. Does nothing if send() has failed.
+  void complete(const BackwardSession* session, const std::function<void()>& meanwhile);
+  /// An exception has ended the backward. Sends what other ranks wait for, and reports the failure.
+  void abandon(const BackwardSession* session) noexcept;
+  /// The error text if the ranks are known to be in different steps, else an empty text.
+  std::string out_of_step() const;
+  /// Reports what this reducer waits for to ranks that wait for this rank. Does not block.
+  std::string describe() const;
   /// Called by the hook of a parameter after its gradient was accumulated.
   void gradient_ready(size_t index);
 
  private:
+  friend class BackwardSession;
   using Lock = ReducerContext::Lock;
 
   ReducerContext& context() const { return state_.context; }
@@ -88,24 +96,18 @@ class ReducerCore final : public BackwardParticipant,
   std::unique_ptr<Backward> take_backward() noexcept;
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
-  void choose_plan();
-  bool begin_at_gradient(size_t index);
-  bool launches_at_end() const;
   void forget_cleared_weights();
   void weigh_local_backward(BackwardSession& session);
-  bool trains_any() const;
 
   mutable ReducerState state_;
   WatchedOutputs outputs_;  ///< has its own mutex
   std::atomic<bool> synchronizing_{true};
   std::unique_ptr<Backward> backward_;  ///< in progress
   BackwardSession* session_ = nullptr;  ///< of the backward in progress
-  bool shares_channel_ = false;
+  int64_t number_ = 0;                  ///< in the order of construction
 };
 
-/// All live reducers, in the order of construction; and those that own one of `parameters`. Thread
-/// safe.
-std::vector<std::shared_ptr<ReducerCore>> all_reducers();
-std::vector<std::shared_ptr<ReducerCore>> owners_of(const std::vector<at::Tensor>& parameters);
+/// The live reducers that own one of `parameters`. Thread safe.
+BackwardSession::Reducers owners_of(const std::vector<at::Tensor>& parameters);
 
 }  // namespace apex::parallel::detail

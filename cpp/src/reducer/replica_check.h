@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// Checks that all ranks hold the same state.
+/// Checks that all ranks hold the same state: digests of tensors, and their comparison.
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include <apex/parallel/reducer.h>
+#include <ATen/core/Tensor.h>
+
+#include <apex/parallel/detail/model_sync.h>
 
 #include "reducer/context.h"
 #include "step/step_report.h"
@@ -18,19 +21,17 @@ namespace apex::parallel::detail {
 // Note [Replicas]
 //
 // If a rank's parameters differ from those of the others, training continues without an error. The
-// cause may be a flipped bit, a checkpoint loaded on some ranks only, or an optimizer that stepped
-// the gradients of one rank. So each report contains a digest of a part of the state that should be
-// equal. The number of the backward selects the part, so that all of it is compared every
-// `replica_check_every` steps. The cost is one read of that part. If digests differ, all ranks see
-// that in the same report. They then exchange the digests of all tensors, which show the ranks that
-// differ from the majority, and the first tensor that differs.
+// cause may be a flipped bit, a checkpoint loaded on some ranks only, or a step with the gradients
+// of one rank. So each report contains a digest of a part of the parameters. The number of the
+// backward selects the part: all of them are compared every `replica_check_every` steps, at the
+// cost of one read. If digests differ, all ranks see that in the same report, and exchange the
+// digests of all tensors. These show the ranks that differ from the majority, and the first tensor
+// that differs.
 //
-// The comparison covers trainable parameters. A rank may write frozen parameters alone, for example
-// a memory bank or a moving average.
-//
-// A rank that has loaded state sends a digest of all of it once, instead of a part. If the other
-// ranks have not loaded state, their digests differ in any case, and the digests of all tensors
-// decide.
+// Only trainable parameters are compared. A rank may write frozen ones alone, for example a memory
+// bank or a moving average. A rank that has loaded state sends a digest of all of it once, instead
+// of a part. If the other ranks have not, their digests differ in any case, and the digests of all
+// tensors decide.
 //
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
 // may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
@@ -40,6 +41,27 @@ namespace apex::parallel::detail {
 // All decisions depend only on the digests in the reports, which all ranks have received: whether a
 // backward counts, whether digests of all tensors follow, and whether a difference is reported. If
 // one rank compares nothing, its digest is 0, and the backward counts on no rank.
+
+/// The size of the tensor's memory. 0 if it is not compared: a tensor without memory, a sparse
+/// tensor, or one on meta.
+int64_t bytes_of_state(const at::Tensor& tensor);
+
+/// The digest of part `index` of `parts` equal parts of the memory of `tensors`, concatenated.
+/// Never 0. A flipped bit changes the digest; on the CPU swapped words change it as well. Waits for
+/// a device.
+int64_t digest_of_part(const std::vector<NamedTensor>& tensors, int64_t index, int64_t parts);
+
+std::vector<int64_t> digests_of(const std::vector<NamedTensor>& tensors);
+
+/// The tensors and ranks that differ.
+struct Divergence {
+  std::vector<size_t> tensors;  ///< tensors that differ, in order
+  std::vector<int> apart;       ///< ranks outside of the largest group of equal ranks
+  bool majority = false;        ///< the largest group is more than half of the ranks
+  int like = 0;                 ///< the first rank of the largest group
+};
+/// @param digests  [ranks * tensors], by rank.
+Divergence find_divergence(const std::vector<int64_t>& digests, size_t ranks, size_t tensors);
 
 /// The comparison of the parameters of all ranks. Only compare_all_next() is thread safe.
 class ReplicaCheck {

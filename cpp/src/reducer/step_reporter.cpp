@@ -10,10 +10,10 @@
 
 namespace apex::parallel::detail {
 
-void StepReporter::backward_began() {
+void StepReporter::backward_began(const BackwardPass& pass) {
   ++context_.backward_number;
-  exchange_.drop();
-  finite.backward_began();
+  exchange.drop();
+  tracker.backward_began(pass.written, pass.written_locally);
 }
 
 void StepReporter::backward_ended() {
@@ -21,9 +21,10 @@ void StepReporter::backward_ended() {
   weight.reset();
 }
 
-StepReport StepReporter::report(ReasonToLeave left) const {
+StepReport StepReporter::report(ReasonToLeave left, bool failed) const {
   StepReport report;
   report.left = left;
+  report.failed = failed;
   report.without_data = context_.join.without_data;
   report.followed = context_.join.followed;
   report.ends_early = context_.join.throws;
@@ -42,40 +43,21 @@ StepReport StepReporter::report(ReasonToLeave left) const {
   return report;
 }
 
-StepReport StepReporter::failure() const {
-  StepReport failure = report(ReasonToLeave::kNone);
-  failure.failed = true;
-  return failure;
-}
-
-void StepReporter::write(const StepReport& report, const std::vector<uint8_t>& used,
-                         const at::Tensor& tail) {
-  exchange_.write(report, used, trainable, tail);
-}
-
 void StepReporter::send(const StepReport& report, const std::vector<uint8_t>& used, Plan* behind) {
   // The name must be the same on every rank, except for the number. A rank that has left the plan
   // also uses it.
-  const std::string what =
-      "exchange of reports, of backward number " + std::to_string(context_.backward_number);
-  if (behind == nullptr || behind->entries.empty())
-    return exchange_.send(what, report, used, trainable);
-  PlannedBucket& last = behind->entries.back();
-  const std::string name = describe_bucket(last, behind->entries.size() - 1, context_);
-  if (!behind->carries_report) {
-    const std::string bucket = name.substr(0, name.rfind(", of backward number"));
-    return exchange_.send(what + ", behind " + bucket, report, used, trainable);
+  const std::string backward = of_backward(context_);
+  PlannedBucket* const last =
+      behind == nullptr || behind->entries.empty() ? nullptr : &behind->entries.back();
+  if (last == nullptr || !behind->carries_report) {
+    const std::string bucket = last == nullptr ? "" : ", behind " + last->describe(context_);
+    return exchange.send("exchange of reports" + backward + bucket, report, used, trainable);
   }
-  exchange_.sent_behind([&last] { return last.reduction->done(); },
-                        [&last, name](const std::function<void()>& meanwhile) {
-                          last.reduction->wait(name, meanwhile);
-                          return last.message.tail_of(last.message.tensor());
-                        },
-                        last.traits.averages ? context_.members.size : 1);
-}
-
-const StepTable& StepReporter::receive(const std::function<void()>& meanwhile) {
-  return exchange_.receive(meanwhile);
+  exchange.sent_behind([last] { return last->reduction->done(); },
+                       [last, this](const std::function<void()>& meanwhile) {
+                         last->wait(meanwhile, context_);
+                         return last->message.tail_of(last->message.tensor());
+                       });
 }
 
 void StepReporter::refuse(const StepTable& table) {
@@ -86,9 +68,9 @@ void StepReporter::refuse(const StepTable& table) {
   throw RankMismatch(context_.me() + why + note_on_ranks(*context_.members.control()));
 }
 
-void StepReporter::refuse_settings(const std::string& mine) {
+void StepReporter::refuse_settings() {
   verify_same_model(context_.parameters.named(), {}, context_.members.control());
-  throw RankMismatch(context_.me() + "this rank has " + mine +
+  throw RankMismatch(context_.me() + "this rank has " + context_.describe_settings() +
                      ", but another rank does not: register the same on every rank");
 }
 
@@ -108,8 +90,8 @@ std::string StepReporter::compare(const StepTable& table) {
   return describe(table);
 }
 
-std::string StepReporter::out_of_step() const {
-  const StepTable* table = exchange_.peek();
+std::string StepReporter::out_of_step() {
+  const StepTable* table = exchange.peek();
   return table != nullptr && table->why_refused(names()).empty() ? describe(*table) : std::string();
 }
 

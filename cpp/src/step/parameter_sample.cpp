@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include "fingerprint.h"
 #include "tensor_memory.h"
@@ -20,13 +19,6 @@ namespace {
 int64_t spread(size_t number, size_t taken, int64_t count) {
   if (taken == 1) return 0;
   return static_cast<int64_t>(number) * (count - 1) / static_cast<int64_t>(taken - 1);
-}
-
-template <typename Scalar, size_t N>
-void read_as(const void* memory, const std::array<int64_t, N>& offsets, size_t count,
-             std::array<double, N>& values) {
-  const auto* const elements = static_cast<const Scalar*>(memory);
-  for (size_t i = 0; i < count; ++i) values[i] = static_cast<double>(elements[offsets[i]]);
 }
 
 }  // namespace
@@ -48,24 +40,13 @@ const void* ParameterSample::memory_of(const at::Tensor& parameter) {
 bool ParameterSample::read(const Site& site, Values& values) {
   const void* const memory = memory_of(site.parameter);
   if (memory == nullptr) return false;
-  switch (site.dtype) {
-    case at::kFloat:
-    case at::kComplexFloat:
-      read_as<float>(memory, site.offsets, site.count, values);
-      return true;
-    case at::kDouble:
-    case at::kComplexDouble:
-      read_as<double>(memory, site.offsets, site.count, values);
-      return true;
-    case at::kHalf:
-      read_as<c10::Half>(memory, site.offsets, site.count, values);
-      return true;
-    case at::kBFloat16:
-      read_as<c10::BFloat16>(memory, site.offsets, site.count, values);
-      return true;
-    default:
-      return false;
-  }
+  const at::ScalarType real = c10::toRealValueType(site.dtype);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, real, "sample", [&] {
+    const auto* const elements = static_cast<const scalar_t*>(memory);
+    for (size_t i = 0; i < site.count; ++i)
+      values[i] = static_cast<double>(elements[site.offsets[i]]);
+  });
+  return true;
 }
 
 void ParameterSample::watch(const std::vector<at::Tensor>& parameters) {

@@ -2,10 +2,8 @@
 #include "step/report_exchange.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
-#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 
 namespace apex::parallel::detail {
@@ -50,22 +48,19 @@ void ReportExchange::write(const StepReport& report, const std::vector<uint8_t>&
                            const std::vector<bool>& trainable, const at::Tensor& tail) {
   std::vector<int64_t> words(StepTable::row_size(parameters_));
   StepTable::encode(report, used, trainable, words.data());
-  AT_DISPATCH_FLOATING_TYPES(tail.scalar_type(), "report", [&] {
-    scalar_t* const out = tail.mutable_data_ptr<scalar_t>();
-    std::fill(out, out + tail.numel(), scalar_t(0));
-    scalar_t* mine = out + members_.rank * kPieces * static_cast<int64_t>(words.size());
-    for (const int64_t word : words) {
-      for (int piece = 0; piece < kPieces; ++piece)
-        *mine++ = static_cast<scalar_t>((static_cast<uint64_t>(word) >> (16 * piece)) & 0xffffU);
-    }
-  });
+  std::vector<double> pieces(static_cast<size_t>(tail.numel()));
+  double* mine = pieces.data() + static_cast<size_t>(members_.rank) * kPieces * words.size();
+  for (const int64_t word : words) {
+    for (int piece = 0; piece < kPieces; ++piece)
+      *mine++ = static_cast<double>((static_cast<uint64_t>(word) >> (16 * piece)) & 0xffffU);
+  }
+  tail.copy_(at::from_blob(pieces.data(), tail.sizes(), at::kDouble));
 }
 
 void ReportExchange::sent_behind(
     std::function<bool()> done,
-    std::function<at::Tensor(const std::function<void()>& meanwhile)> await, int divided_by) {
+    std::function<at::Tensor(const std::function<void()>& meanwhile)> await) {
   drop();
-  divided_by_ = divided_by;
   done_ = std::move(done);
   await_ = std::move(await);
 }
@@ -79,19 +74,14 @@ const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile)
   if (table_) return *table_;
   std::vector<int64_t> words;
   if (await_) {
-    const at::Tensor sum = await_(meanwhile);
-    AT_DISPATCH_FLOATING_TYPES(sum.scalar_type(), "report", [&] {
-      const scalar_t* piece = sum.const_data_ptr<scalar_t>();
-      words.resize(static_cast<size_t>(sum.numel() / kPieces));
-      for (int64_t& word : words) {
-        uint64_t bits = 0;
-        for (int i = 0; i < kPieces; ++i) {
-          bits |= static_cast<uint64_t>(std::llround(static_cast<double>(*piece++) * divided_by_))
-                  << (16 * i);
-        }
-        word = static_cast<int64_t>(bits);
-      }
-    });
+    const at::Tensor sum = await_(meanwhile).to(at::kDouble);
+    const auto* piece = sum.const_data_ptr<double>();
+    words.resize(static_cast<size_t>(sum.numel() / kPieces));
+    for (int64_t& word : words) {
+      uint64_t bits = 0;
+      for (int i = 0; i < kPieces; ++i) bits |= static_cast<uint64_t>(*piece++) << (16 * i);
+      word = static_cast<int64_t>(bits);
+    }
   } else {
     const at::Tensor rows = message_.wait(meanwhile);
     words.assign(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());

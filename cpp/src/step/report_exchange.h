@@ -21,10 +21,10 @@ namespace apex::parallel::detail {
 // memory that takes a few microseconds. Over sockets an additional collective costs a tenth of a
 // small step. So over sockets the rows are sent in the last bucket, after its gradients. Each rank
 // writes its row at its own position and zeros at the positions of the others, and the sum over the
-// ranks is the table. Words are sent in pieces of 16 bits, which are exact in float32, even if the
-// sum is divided by the number of ranks. If the last bucket is not a plain one on the CPU, or the
-// table would be long because there are many ranks, the all-gather is used. On a device the rows of
-// a rank are the same in most steps, so they are copied there once.
+// ranks is the table. Words are sent in pieces of 16 bits, which are exact in float32. If the last
+// bucket is not a plain one on the CPU, or the table would be long because there are many ranks,
+// the all-gather is used. On a device the rows of a rank are the same in most steps, so they are
+// copied there once.
 
 /// Exchanges the step reports of one reducer. Not thread safe.
 class ReportExchange {
@@ -44,17 +44,15 @@ class ReportExchange {
   void write(const StepReport& report, const std::vector<uint8_t>& used,
              const std::vector<bool>& trainable, const at::Tensor& tail);
   /// The tail was sent with its bucket.
-  /// @param done        whether the sum is complete; does not block.
-  /// @param await       waits for the sum and returns it.
-  /// @param divided_by  the number by which the backend divides sums.
+  /// @param done   whether the sum is complete; does not block.
+  /// @param await  waits for the sum and returns it.
   void sent_behind(std::function<bool()> done,
-                   std::function<at::Tensor(const std::function<void()>& meanwhile)> await,
-                   int divided_by);
+                   std::function<at::Tensor(const std::function<void()>& meanwhile)> await);
 
   /// The rows of all ranks, or null if they have not arrived. Does not block.
   const StepTable* peek();
   /// Waits for the rows of all ranks on the host. `meanwhile`: see wait_collective().
-  const StepTable& receive(const std::function<void()>& meanwhile);
+  const StepTable& receive(const std::function<void()>& meanwhile = {});
   /// For a device whose reports are not read: orders the current stream after the exchange.
   void order() { std::exchange(message_, {}).order(); }
   void drop();
@@ -66,7 +64,6 @@ class ReportExchange {
   ControlMessage last_;  ///< dropped, neither received nor ordered
   std::function<bool()> done_;
   std::function<at::Tensor(const std::function<void()>&)> await_;
-  int divided_by_ = 1;
   std::optional<StepTable> table_;
   // Kept for a device, because its memory may be exhausted when a failure is to be reported.
   at::Tensor row_;        ///< the last row that was sent, on the CPU

@@ -4,34 +4,18 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 namespace apex::parallel {
 
 namespace {
 
-/// The words of a row. The bits per parameter follow: used, then trainable.
-enum Word : size_t {
-  kFlags,
-  kBackward,
-  kLeft,
-  kSteps,
-  kMoved,
-  kSample,
-  kSettings,
-  kNonFinite,
-  kWeight,
-  kDigest,
-  kBits
-};
-
-constexpr bool StepReport::* kReportFlags[] = {
-    &StepReport::failed,   &StepReport::skips,      &StepReport::without_data,
-    &StepReport::followed, &StepReport::ends_early, &StepReport::keeps_gradients,
-    &StepReport::compared, &StepReport::measured};
-constexpr bool StepFacts::* kFactFlags[] = {&StepFacts::written, &StepFacts::local,
-                                            &StepFacts::stepped_locally};
+/// The words of a row before the bits per parameter: used, then trainable.
+constexpr size_t kBits = sizeof(StepReport) / sizeof(int64_t);
+static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 11);  // no padding
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
 
@@ -57,19 +41,21 @@ const char* const kReasons[] = {"", "rebuild_buckets()", "another communication 
 /// parameters by a larger ratio.
 constexpr double kSameDistance = 1.2;
 
-/// The ranks for whose report `holds` is true, as "rank 0, rank 2".
+/// The ranks for whose report `holds` is true, as "rank 0, rank 2". `holds` may be a member.
 template <typename Predicate>
 std::string names_of(const std::vector<StepReport>& ranks, Predicate&& holds) {
   std::string text;
   for (size_t r = 0; r < ranks.size(); ++r) {
-    if (holds(ranks[r])) text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+    if (std::invoke(holds, ranks[r]))
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
   }
   return text;
 }
 
 template <typename Predicate>
 bool any(const std::vector<StepReport>& ranks, Predicate&& holds) {
-  return std::any_of(ranks.begin(), ranks.end(), holds);
+  return std::any_of(ranks.begin(), ranks.end(),
+                     [&](const StepReport& one) { return std::invoke(holds, one); });
 }
 
 }  // namespace
@@ -78,20 +64,7 @@ size_t StepTable::row_size(size_t parameters) { return kBits + 2 * words_for(par
 
 void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& used,
                        const std::vector<bool>& trainable, int64_t* row) {
-  uint64_t flags = 0;
-  int place = 0;
-  for (const auto flag : kReportFlags) flags |= uint64_t{report.*flag} << place++;
-  for (const auto flag : kFactFlags) flags |= uint64_t{report.facts.*flag} << place++;
-  row[kFlags] = static_cast<int64_t>(flags);
-  row[kBackward] = report.backward;
-  row[kLeft] = static_cast<int64_t>(report.left);
-  row[kSteps] = report.facts.steps;
-  std::memcpy(&row[kMoved], &report.facts.moved, sizeof(report.facts.moved));
-  row[kSample] = report.facts.sample;
-  row[kSettings] = report.settings;
-  row[kNonFinite] = report.non_finite;
-  std::memcpy(&row[kWeight], &report.weight, sizeof(report.weight));
-  row[kDigest] = report.digest;
+  std::memcpy(row, &report, sizeof(report));
   write_bits(used, row + kBits);
   write_bits(trainable, row + kBits + words_for(used.size()));
 }
@@ -99,22 +72,8 @@ void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& use
 StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
     : rows_(std::move(rows)), parameters_(parameters) {
   for (size_t rank = 0; rank < ranks; ++rank) {
-    const int64_t* const from = rows_.data() + rank * row_size(parameters);
-    StepReport report;
-    const auto flags = static_cast<uint64_t>(from[kFlags]);
-    int place = 0;
-    for (const auto flag : kReportFlags) report.*flag = ((flags >> place++) & 1U) != 0;
-    for (const auto flag : kFactFlags) report.facts.*flag = ((flags >> place++) & 1U) != 0;
-    report.backward = from[kBackward];
-    report.left = static_cast<ReasonToLeave>(from[kLeft]);
-    report.facts.steps = from[kSteps];
-    std::memcpy(&report.facts.moved, &from[kMoved], sizeof(report.facts.moved));
-    report.facts.sample = from[kSample];
-    report.settings = from[kSettings];
-    report.non_finite = from[kNonFinite];
-    std::memcpy(&report.weight, &from[kWeight], sizeof(report.weight));
-    report.digest = from[kDigest];
-    reports_.push_back(report);
+    std::memcpy(static_cast<void*>(&reports_.emplace_back()),
+                rows_.data() + rank * row_size(parameters), sizeof(StepReport));
   }
 }
 
@@ -124,10 +83,6 @@ const int64_t* StepTable::bits_of(size_t rank) const {
 
 bool StepTable::trainable(size_t rank, size_t parameter) const {
   return bit_of(bits_of(rank) + words_for(parameters_), parameter);
-}
-
-bool StepTable::used(size_t rank, size_t parameter) const {
-  return bit_of(bits_of(rank), parameter);
 }
 
 std::vector<uint8_t> StepTable::used_by_any() const {
@@ -148,13 +103,9 @@ std::vector<bool> StepTable::trainable_set() const {
   return set;
 }
 
-bool StepTable::any_failed() const {
-  return any(reports_, [](const StepReport& one) { return one.failed; });
-}
+bool StepTable::any_failed() const { return any(reports_, &StepReport::failed); }
 
-bool StepTable::skipped() const {
-  return any(reports_, [](const StepReport& one) { return one.skips; });
-}
+bool StepTable::skipped() const { return any(reports_, &StepReport::skips); }
 
 bool StepTable::used_any(size_t rank) const {
   const int64_t* const used = bits_of(rank);
@@ -194,13 +145,11 @@ bool StepTable::all_left() const {
 }
 
 bool StepTable::same_settings() const {
-  const StepReport* first = nullptr;
-  for (const StepReport& one : reports_) {
-    if (one.without_data) continue;
-    if (first != nullptr && one.settings != first->settings) return false;
-    first = &one;
-  }
-  return true;
+  const auto has_data = [](const StepReport& one) { return !one.without_data; };
+  const auto first = std::find_if(reports_.begin(), reports_.end(), has_data);
+  return std::all_of(first, reports_.end(), [&](const StepReport& one) {
+    return one.without_data || one.settings == first->settings;
+  });
 }
 
 /// Describes ranks that have frozen parameters that others train; empty if there are none.
@@ -225,17 +174,15 @@ std::string StepTable::describe_sets(const Names& names) const {
 
 /// Why a backward under join() is invalid; empty if it is valid.
 std::string StepTable::describe_join() const {
-  const std::string kept =
-      names_of(reports_, [](const StepReport& one) { return one.keeps_gradients; });
+  const std::string kept = names_of(reports_, &StepReport::keeps_gradients);
   if (!kept.empty()) {
     return kept +
            " added gradients to an average, which a rank without data cannot do: "
            "DistributedDataParallel.join() with gradients kept between synchronized backwards is "
            "not supported: clear gradients (zero_grad), or accumulate under no_sync()";
   }
-  const bool ends = any(reports_, [](const StepReport& one) { return one.ends_early; });
-  const std::string without =
-      names_of(reports_, [](const StepReport& one) { return one.without_data; });
+  const bool ends = any(reports_, &StepReport::ends_early);
+  const std::string without = names_of(reports_, &StepReport::without_data);
   if (!ends || without.empty() || ranks_with_data() == 0) return {};
   return without +
          " has run out of data, and join() was called with throw_on_early_termination=True. "
@@ -265,7 +212,7 @@ std::string StepTable::describe_weights() const {
 }
 
 std::string StepTable::why_refused(const Names& names) const {
-  const std::string failed = names_of(reports_, [](const StepReport& one) { return one.failed; });
+  const std::string failed = names_of(reports_, &StepReport::failed);
   if (!failed.empty()) {
     return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
            failed +
@@ -327,8 +274,7 @@ std::string StepTable::describe_difference() const {
   } else if (any(reports_, stepped)) {
     const auto other = std::find_if(reports_.begin(), reports_.end(), stepped);
     what = names(stepped, true) +
-           " made another number of optimizer steps since the last "
-           "synchronized backward than " +
+           " made another number of optimizer steps since the last synchronized backward than " +
            names(stepped, false) + ": " + std::to_string(other->facts.steps) + ", not " +
            std::to_string(first.steps);
   } else if (!local && any(reports_, further)) {

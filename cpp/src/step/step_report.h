@@ -16,8 +16,8 @@ namespace apex::parallel {
 //
 // At the end of each synchronized backward every rank sends one row and receives the rows of all
 // ranks. So no second exchange is needed, and every rank comes to the same conclusion. A rank sends
-// its row when it has launched all its buckets, before it waits for one. If an exception ends the
-// backward, the cleanup sends the row. The row contains
+// its row when it has launched all its buckets, before it waits for one; if an exception ends the
+// backward, the cleanup sends it. The row contains
 //
 // - whether the backward failed, or the rank skips the step: Notes [Carried through], [Skipped
 //   steps];
@@ -29,16 +29,15 @@ namespace apex::parallel {
 // - and what has happened since its last synchronized backward: Note [Ranks that are out of step].
 //
 // If ranks must first agree on a plan, another row is sent before that. A new item needs a field of
-// StepReport and a position in the row.
+// StepReport.
 
 // Note [Ranks that are out of step]
 //
 // The nth synchronized backward of a rank always meets the nth of the others. After an additional
 // backward, or one under no_sync(), a rank computes gradients at other parameter values than the
-// other ranks. So each row has 32 elements of the rank's parameters, as a fingerprint, the distance
+// other ranks. So each row has a fingerprint of 32 elements of the rank's parameters, the distance
 // by which they have moved since the last synchronized backward, and the number of optimizer steps
-// since then, where the program reports them. If the fingerprints are equal, no difference matters.
-// If they differ, ranks are out of step if
+// since then, where the program reports them. If the fingerprints differ, ranks are out of step if
 //
 // - they have made different numbers of reported steps;
 // - the parameters have moved on some ranks only;
@@ -48,14 +47,13 @@ namespace apex::parallel {
 // A program may write parameters itself. Other values on each rank, such as noise, prove nothing: a
 // difference that lasts is found by the comparison of replicas. So distances are not compared where
 // steps are reported. A program may also write parameters from gradients of one rank, and undo that
-// later, as sharpness-aware minimization does. So nothing but the reported steps is compared if the
+// later, as sharpness-aware minimization does. So only the reported steps are compared if the
 // parameters of any rank have moved after a backward that was not synchronized.
 //
-// Forwards are not compared. An additional forward (to draw the graph, to evaluate, or to retry
-// after an exception) changes no parameter and no gradient. The reducer also does not notice if a
-// rank skips a whole batch, with its backward and its optimizer step: the rank's next backward
-// meets the next backward of the other ranks, at the same parameters. That rank runs out of batches
-// before the others do, which is then detected.
+// Forwards are not compared: an additional one (to draw the graph, to evaluate, or to retry after
+// an exception) changes no parameter and no gradient. Nor is it noticed if a rank skips a whole
+// batch, with its backward and its step: its next backward meets the next one of the others, at the
+// same parameters. That rank runs out of batches before the others do, which is then detected.
 
 /// The call by which a rank has left the plan.
 enum class ReasonToLeave : int64_t {
@@ -74,9 +72,10 @@ struct StepFacts {
   bool written = false;          ///< a parameter was written, perhaps with the same values
   bool local = false;            ///< they moved after a backward that was not synchronized
   bool stepped_locally = false;  ///< an optimizer reported a step after such a backward
+  bool unused[5] = {};           ///< so that rows have no padding
 };
 
-/// The row of one rank, without the bits per parameter.
+/// The row of one rank, without the bits per parameter. It is sent as it lies in memory.
 struct StepReport {
   int64_t backward = 0;          ///< number of this synchronized backward, from 1
   bool failed = false;           ///< an exception ended it: the rank sent zeros for the rest
@@ -113,7 +112,6 @@ class StepTable {
 
   const StepReport& of(size_t rank) const { return reports_[rank]; }
   bool trainable(size_t rank, size_t parameter) const;
-  bool used(size_t rank, size_t parameter) const;  ///< the rank has a gradient
   /// Which parameters have a gradient on some rank, and which are trainable on the first rank with
   /// data.
   std::vector<uint8_t> used_by_any() const;

@@ -33,7 +33,7 @@ bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceT
   site.device = at::Device(of_bucket, of_bucket == at::kCPU ? -1 : 0);
   site.plain_average = plain_average;
   site.dtype = dtype;
-  return make_all_reduce(site)->traits().averages;
+  return choose_reduction(site)->traits().averages;
 }
 
 // Exactly one side divides. The traits determine how gradients are scaled before and after.

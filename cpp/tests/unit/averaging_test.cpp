@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "reducer/averaging.h"
+#include "reducer/reduction.h"
 
 // The factors before and after the sum, with weights.
 

@@ -12,7 +12,6 @@
 #include <support/thread_backend.h>
 #include <support/toy_model.h>
 
-#include "reducer/averaging.h"
 #include "reducer/reduction.h"
 
 // Another way to reduce a bucket is a separate class; no other code depends on it.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "step/replica_digest.h"
+#include "reducer/replica_check.h"
 
 #include <set>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-namespace apex::parallel {
+namespace apex::parallel::detail {
 namespace {
 
 std::vector<NamedTensor> state() {
@@ -113,4 +113,4 @@ TEST(Divergence, MostRanks_AreRight_ElseTheFirstOfTheLargestGroup) {
 }
 
 }  // namespace
-}  // namespace apex::parallel
+}  // namespace apex::parallel::detail

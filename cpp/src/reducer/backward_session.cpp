@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "step/backward_session.h"
+#include "reducer/backward_session.h"
 
 #include <algorithm>
 #include <exception>
@@ -8,16 +8,20 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include "reducer/reducer_core.h"
 
 namespace apex::parallel::detail {
 
 namespace {
 
+using torch::autograd::variable_list;
+
 struct Registry {
   std::mutex mutex;  ///< guards the rest
   int64_t made = 0;
-  // The raw pointer finds a reducer during its destruction, when its weak_ptr cannot be locked.
-  std::vector<std::pair<const BackwardParticipant*, std::weak_ptr<BackwardParticipant>>> reducers;
+  std::vector<std::weak_ptr<ReducerCore>> reducers;
   std::unordered_map<int, std::weak_ptr<BackwardSession>> sessions;  ///< by graph task
 };
 
@@ -27,27 +31,48 @@ Registry& registry() {
   return *instance;
 }
 
+/// Compiled autograd traces hooks. The hooks of the reducer would reduce gradients during the
+/// trace.
+constexpr const char* kNoCompiledAutograd =
+    "apex's gradient reducer cannot be traced by compiled autograd: run backward() without "
+    "torch._dynamo.config.compiled_autograd (torch.compile of the model itself is fine)";
+
+class OutputHook final : public torch::autograd::FunctionPreHook {
+ public:
+  OutputHook(std::shared_ptr<ReducerCore> core, std::shared_ptr<const void> output)
+      : core_(std::move(core)), output_(std::move(output)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    BackwardSession::reach(core_);
+    return grads;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    throw Error(kNoCompiledAutograd);
+  }
+
+ private:
+  std::shared_ptr<ReducerCore> core_;
+  std::shared_ptr<const void> output_;  ///< see WatchedOutputs
+};
+
 }  // namespace
 
-void BackwardSession::add(const std::shared_ptr<BackwardParticipant>& participant) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  participant->number_ = ++registry().made;
-  registry().reducers.emplace_back(participant.get(), participant);
-}
-
-void BackwardSession::drop(const BackwardParticipant* participant) {
+void BackwardSession::add(const std::shared_ptr<ReducerCore>& reducer) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   auto& reducers = registry().reducers;
   reducers.erase(std::remove_if(reducers.begin(), reducers.end(),
-                                [&](const auto& entry) { return entry.first == participant; }),
+                                [](const auto& one) { return one.expired(); }),
                  reducers.end());
+  reducer->number_ = ++registry().made;
+  reducers.emplace_back(reducer);
 }
 
-std::vector<std::shared_ptr<BackwardParticipant>> BackwardSession::all() {
-  Participants alive;
+BackwardSession::Reducers BackwardSession::all() {
+  Reducers alive;
   const std::lock_guard<std::mutex> lock(registry().mutex);
   for (const auto& entry : registry().reducers) {
-    if (auto one = entry.second.lock()) alive.push_back(std::move(one));
+    if (auto one = entry.lock()) alive.push_back(std::move(one));
   }
   return alive;
 }
@@ -71,11 +96,11 @@ std::shared_ptr<BackwardSession> BackwardSession::current() {
 
 /// The reducers for which the backward begins now. At the first output these are all reducers of
 /// the graph.
-BackwardSession::Participants BackwardSession::newly_reached(
-    const std::shared_ptr<BackwardParticipant>& reached) {
+BackwardSession::Reducers BackwardSession::newly_reached(
+    const std::shared_ptr<ReducerCore>& reached) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (reached_.count(reached.get()) != 0) return {};
-  Participants reducers = all();
+  Reducers reducers = all();
   // This call is slow, and only needed with several reducers.
   const auto* const nodes =
       reducers.size() > 1 ? torch::autograd::get_current_graph_task_nodes_in_graph() : nullptr;
@@ -87,16 +112,16 @@ BackwardSession::Participants BackwardSession::newly_reached(
   return reducers;
 }
 
-void BackwardSession::reach(const std::shared_ptr<BackwardParticipant>& reached) {
+void BackwardSession::reach(const std::shared_ptr<ReducerCore>& reached) {
   const auto* only = torch::autograd::get_current_graph_task_exec_info();
   if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
   const auto session = current();
-  const Participants reducers = session->newly_reached(reached);
+  const Reducers reducers = session->newly_reached(reached);
   for (const auto& one : reducers) one->own_parameters();
   for (const auto& one : reducers) one->begin(session);
 }
 
-void BackwardSession::join(const std::shared_ptr<BackwardParticipant>& one) {
+void BackwardSession::join(const std::shared_ptr<ReducerCore>& one) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto earlier = [](const auto& left, const auto& right) {
     return left->number_ < right->number_;
@@ -112,7 +137,7 @@ void BackwardSession::if_abandoned(std::function<void()> undo) {
 }
 
 void BackwardSession::end() {
-  Participants reducers;
+  Reducers reducers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     reducers = std::exchange(participants_, {});
@@ -142,6 +167,40 @@ void BackwardSession::end() {
 BackwardSession::~BackwardSession() {
   for (const auto& undo : undo_) undo();
   for (const auto& one : participants_) one->abandon(this);
+}
+
+std::unique_ptr<torch::autograd::FunctionPostHook> make_gradient_hook(
+    std::weak_ptr<ReducerCore> reducer, size_t index) {
+  return std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [reducer = std::move(reducer), index](const variable_list& outputs, const variable_list&) {
+        if (const auto core = reducer.lock()) core->gradient_ready(index);
+        return outputs;
+      },
+      [](torch::dynamo::autograd::CompiledNodeArgs&) { throw Error(kNoCompiledAutograd); });
+}
+
+void WatchedOutputs::watch(torch::autograd::Node& node, std::shared_ptr<ReducerCore> core) {
+  const auto output = std::make_shared<Output>(&node);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // If the user holds many outputs, they are not scanned in every forward.
+    if (outputs_.size() >= most_) {
+      outputs_.erase(std::remove_if(outputs_.begin(), outputs_.end(),
+                                    [](const auto& held) { return held.expired(); }),
+                     outputs_.end());
+      most_ = std::max<size_t>(16, 2 * outputs_.size());
+    }
+    outputs_.push_back(output);
+  }
+  node.add_pre_hook(std::make_unique<OutputHook>(std::move(core), output));
+}
+
+bool WatchedOutputs::lie_in(const std::unordered_set<torch::autograd::Node*>& nodes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(outputs_.begin(), outputs_.end(), [&](const auto& held) {
+    const auto output = held.lock();
+    return output && nodes.count(*output) != 0;
+  });
 }
 
 }  // namespace apex::parallel::detail

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "reducer/opening.h"
+#include "reducer/backward_pass.h"
 
 #include <algorithm>
+#include <cmath>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -41,16 +43,48 @@ void find_cleared(const ParameterTable& parameters, std::vector<GradientState>& 
   const bool on_gpu =
       std::any_of(values.begin(), values.end(), [](auto& one) { return one.is_cuda(); });
   const bool captured = on_gpu && distributed::is_capturing();
-  std::vector<at::Tensor> norms;
-  if (!captured) norms = max_norms_of(values);
-  for (at::Tensor& norm : norms) norm = norm.to(norms.front().device());
-  const at::Tensor largest = captured ? at::Tensor() : at::stack(norms).cpu();
+  const at::Tensor largest = captured ? at::Tensor() : max_norms_of(values).cpu();
   for (size_t i = 0; i < kept.size(); ++i) {
     if (captured || largest.const_data_ptr<double>()[i] == 0) gradients[kept[i]].stale = false;
   }
 }
 
 }  // namespace
+
+void FiniteCheck::look(const BucketMessage& message) {
+  const at::Tensor all = message.gradients_of(message.tensor());
+  // A sum of finite values may overflow, so it only tells where to look.
+  if (all.is_cpu() && at::isfinite(all.sum()).item<bool>()) return;
+  const std::vector<at::Tensor> views = message.views_of(all);
+  std::vector<int64_t> parameters;
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < views.size(); ++i) {
+    const BucketMessage::Slot& slot = message.slots()[i];
+    if (!slot.used || views[i].numel() == 0) continue;
+    parameters.push_back(slot.parameter);
+    values.push_back(views[i]);
+  }
+  if (!values.empty()) largest_.emplace_back(std::move(parameters), max_norms_of(values));
+}
+
+void FiniteCheck::look(int64_t parameter, const at::Tensor& gradient) {
+  at::Tensor values = gradient.detach();
+  if (values.layout() == at::kSparse) values = values._values();
+  if (values.numel() > 0)
+    largest_.emplace_back(std::vector<int64_t>{parameter}, max_norms_of({values}));
+}
+
+int64_t FiniteCheck::first() const {
+  int64_t first = -1;
+  for (const auto& [parameters, largest] : largest_) {
+    const at::Tensor read = largest.cpu();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const bool is_finite = std::isfinite(read.const_data_ptr<double>()[i]);
+      if (!is_finite && (first < 0 || parameters[i] < first)) first = parameters[i];
+    }
+  }
+  return first;
+}
 
 void refuse_failed(const ReducerContext& context) {
   if (context.phase == Phase::kReleased) {
@@ -67,33 +101,28 @@ void refuse_failed(const ReducerContext& context) {
   }
 }
 
-BackwardPass open_pass(ReducerState& state) {
-  ReducerContext& context = state.context;
+BackwardPass open_pass(ReducerContext& context) {
   ParameterTable& parameters = context.parameters;
   BackwardPass pass(parameters.size());
-  bool written = false;
-  bool written_locally = false;
+  const bool finds_stale = context.leaves_sums() || context.join.active;
   for (size_t i = 0; i < parameters.size(); ++i) {
     Parameter& parameter = parameters[i];
     const at::Tensor& grad = parameter.variable.grad();
     const bool owned = parameters.owns(parameter);
     if (owned) {
       const uint32_t version = version_of(parameter.variable);
-      written = written || version != parameter.seen_version;
-      written_locally =
-          written_locally || (parameter.touched && version != parameter.touched_version);
+      pass.written = pass.written || version != parameter.seen_version;
+      pass.written_locally =
+          pass.written_locally || (parameter.touched && version != parameter.touched_version);
       parameter.seen_version = version;
     }
     pass.kept[i] = grad.defined();
     pass.accumulated = pass.accumulated || parameter.touched;
     // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
-    if (!context.leaves_sums() && !context.join.active) continue;
-    pass.gradients[i].stale = parameter.holds_reduced();
+    if (finds_stale) pass.gradients[i].stale = parameter.holds_reduced();
   }
-  if (context.leaves_sums() || context.join.active) find_cleared(parameters, pass.gradients);
-  state.reporter.backward_began();
-  state.reporter.tracker.backward_began(written, written_locally);
+  if (finds_stale) find_cleared(parameters, pass.gradients);
   return pass;
 }
 
