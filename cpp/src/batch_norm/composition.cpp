@@ -6,10 +6,10 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <tuple>
 #include <type_traits>
@@ -21,41 +21,19 @@
 namespace apex::parallel::detail {
 namespace {
 
-/// What both directions begin with. Views of tensors in one layout as ATen processes them fastest:
-/// planes as they are, rows as [1, C, R, 1] in channels-last memory.
+/// What both directions begin with.
 class Call {
  public:
   template <typename Arguments>
   explicit Call(const Arguments& a)
       : peers(checked_peers(a)), x(in_layout(a.input)), channels(x.size(1)), sizes_(x) {}
 
+  /// A view of a tensor in the layout of x as ATen processes it fastest: planes as they are, rows
+  /// as [1, C, R, 1] in channels-last memory.
   at::Tensor flat(const at::Tensor& tensor) const {
     const auto& [batch, channels, plane] = sizes_.planes;
     if (!sizes_.rows) return tensor;
     return tensor.movedim(1, -1).view({1, batch * plane, 1, channels}).permute({0, 3, 1, 2});
-  }
-
-  /// The inverse for a result of ATen.
-  at::Tensor restore(const at::Tensor& flat) const {
-    if (!sizes_.rows) return flat;
-    const at::Tensor rows = flat.permute({0, 2, 3, 1});
-    if (x.is_contiguous()) return rows.reshape(x.sizes());
-    return rows.reshape(x.movedim(1, -1).sizes()).movedim(-1, 1);
-  }
-
-  /// Calls f with one part of each of the flat tensors after the other. On the CPU temporaries of a
-  /// part stay in the cache.
-  template <typename F>
-  void for_each_part(const std::array<at::Tensor, 3>& tensors, F&& f) const {
-    const int64_t dim = sizes_.rows ? 2 : 0, size = tensors[0].size(dim);
-    const int64_t numel = x.is_cpu() ? kPart : x.numel();
-    const int64_t step = std::max<int64_t>(1, numel / (x.numel() / size));
-    if (step >= size) return f(tensors);
-    for (int64_t i = 0; i < size; i += step) {
-      std::array<at::Tensor, 3> parts;
-      for (size_t t = 0; t < 3; ++t) parts[t] = tensors[t].narrow(dim, i, std::min(step, size - i));
-      f(parts);
-    }
   }
 
   int64_t values_per_channel() const { return sizes_.planes.batch * sizes_.planes.plane; }
@@ -74,7 +52,6 @@ class Call {
   const int64_t channels;
 
  private:
-  static constexpr int64_t kPart = int64_t{1} << 17;
   const Sizes sizes_;
 };
 
@@ -119,29 +96,84 @@ Channels values_of(const OptionalTensor& tensor, int64_t channels, double absent
   return values;
 }
 
-/// Tensors [C] in the computing type: tensor i has value i of the arrays of(T, channel).
-template <size_t kCount, typename Of>
-std::array<at::Tensor, kCount> coefficients(const Call& call, Of&& of) {
-  std::array<at::Tensor, kCount> tensors;
-  for (at::Tensor& tensor : tensors) tensor = host_tensor(call.channels, call.computing());
-  AT_DISPATCH_FLOATING_TYPES(call.computing(), "batch norm", [&] {
-    std::array<scalar_t*, kCount> to;
-    for (size_t i = 0; i < kCount; ++i) to[i] = tensors[i].template mutable_data_ptr<scalar_t>();
-    for (int64_t c = 0; c < call.channels; ++c) {
-      const std::array<scalar_t, kCount> values = of(scalar_t(), c);
-      for (size_t i = 0; i < kCount; ++i) to[i][c] = values[i];
-    }
+/// The values as a tensor [C], or an empty one.
+at::Tensor tensor_of(const Call& call, const Channels& values, at::ScalarType type) {
+  const at::Tensor host = host_tensor(static_cast<int64_t>(values.size()), type);
+  each_channel(host, [&](int64_t c, auto& value) {
+    value = static_cast<std::decay_t<decltype(value)>>(values[c]);
   });
-  for (at::Tensor& tensor : tensors) tensor = on_device_of(call.x, tensor);
-  return tensors;
+  return on_device_of(call.x, host);
 }
 
-/// (x - high) * scale + shift, where `k` begins with high, scale, shift and ones.
-template <size_t kCount>
-at::Tensor transform(const at::Tensor& x, const std::array<at::Tensor, kCount>& k) {
-  return std::get<0>(at::native_batch_norm(x, k[1], k[2], /*running_mean=*/k[0],
-                                           /*running_var=*/k[3], /*training=*/false,
-                                           /*momentum=*/0, /*eps=*/0));
+/// K<T> for each channel, of(T(), channel), as a tensor [number of coefficients * C] on the host.
+template <template <typename> class K, typename Of>
+at::Tensor coefficients(const Call& call, Of&& of) {
+  constexpr int64_t kCount = sizeof(K<float>) / sizeof(float);
+  const at::Tensor table = host_tensor(call.channels * kCount, call.computing());
+  AT_DISPATCH_FLOATING_TYPES(call.computing(), "batch norm", [&] {
+    auto* const to = table.mutable_data_ptr<scalar_t>();
+    for (int64_t c = 0; c < call.channels; ++c) {
+      const K<scalar_t> k = of(scalar_t(), c);
+      for (int64_t i = 0; i < kCount; ++i)
+        to[i * call.channels + c] = reinterpret_cast<const scalar_t*>(&k)[i];
+    }
+  });
+  return table;
+}
+
+/// The result of K<T>::of for each element of x and dy, which have one layout. It is rounded once,
+/// since its terms may cancel.
+template <template <typename> class K>
+at::Tensor elementwise(const at::Tensor& x, const at::Tensor& dy, const at::Tensor& table) {
+  constexpr int64_t kCount = sizeof(K<float>) / sizeof(float);
+  std::vector<int64_t> sizes(x.dim(), 1), strides(x.dim(), 0);
+  const int64_t channels = sizes[1] = x.size(1);
+  strides[1] = 1;
+  const at::Tensor k = on_device_of(x, table).as_strided(sizes, strides);
+  if (!x.is_cpu()) {
+    const auto of = [&](int64_t i) { return k.as_strided(sizes, strides, i * channels); };
+    at::Tensor result = at::addcmul(of(2), as(k.scalar_type(), x) - of(0), of(1));
+    if (kCount > 3) result = at::addcmul(result, as(k.scalar_type(), dy), of(3));
+    return as(x.scalar_type(), result);
+  }
+  if (x.scalar_type() == at::kHalf)  // ATen converts with instructions that not every processor has
+    return elementwise<K>(x.to(at::kFloat), dy.to(at::kFloat), table).to(at::kHalf);
+  at::TensorIterator elements = at::TensorIteratorConfig()
+                                    .check_all_same_dtype(false)
+                                    .add_owned_output(at::empty_like(x))
+                                    .add_const_input(x)
+                                    .add_const_input(dy)
+                                    .add_const_input(k)
+                                    .build();
+  AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, x.scalar_type(), "batch norm", [&] {
+    using T = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    // The innermost dimension is one channel's plane, or a row of all channels.
+    elements.for_each([channels](char** data, const int64_t* strides, int64_t numel, int64_t runs) {
+      for (int64_t run = 0; run < runs; ++run) {
+        const auto of = [&](int64_t i) { return data[i] + run * strides[4 + i]; };
+        auto* const __restrict to = reinterpret_cast<scalar_t*>(of(0));
+        const auto* const x = reinterpret_cast<const scalar_t*>(of(1));
+        const auto* const dy = reinterpret_cast<const scalar_t*>(of(2));
+        const auto* const k = reinterpret_cast<const T*>(of(3));
+        const auto coefficients = [&](int64_t i) {
+          if constexpr (kCount == 3)
+            return K<T>{k[i], k[i + channels], k[i + 2 * channels]};
+          else
+            return K<T>{k[i], k[i + channels], k[i + 2 * channels], k[i + 3 * channels]};
+        };
+        const auto result = [&](const K<T>& k, int64_t i) {
+          return static_cast<scalar_t>(k.of(static_cast<T>(x[i]), static_cast<T>(dy[i])));
+        };
+        if (strides[3] == 0) {
+          const K<T> channel = coefficients(0);
+          for (int64_t i = 0; i < numel; ++i) to[i] = result(channel, i);
+        } else {
+          for (int64_t i = 0; i < numel; ++i) to[i] = result(coefficients(i), i);
+        }
+      }
+    });
+  });
+  return elements.output();
 }
 
 /// This rank's record for merge(): mean[C], m2[C], count.
@@ -235,19 +267,13 @@ ForwardResult forward_composed(const ForwardArguments& a) {
   auto* const inverse = invstd.mutable_data_ptr<double>();
   for (int64_t c = 0; c < call.channels; ++c) inverse[c] = 1 / std::sqrt(all.var[c] + a.eps);
   *counted.mutable_data_ptr<int64_t>() = count;
-  at::Tensor output;
-  if (x.numel() == 0) {
-    output = at::empty_like(x);
-  } else {
-    const Channels weight = values_of(a.weight, call.channels, 1),
-                   bias = values_of(a.bias, call.channels);
-    const auto all_k = coefficients<4>(call, [&](auto type, int64_t c) {
-      using T = decltype(type);
-      const auto k = kernels::normalize_coefficients<T>(mean[c], inverse[c], weight[c], bias[c]);
-      return std::array<T, 4>{k.high, k.scale, k.shift, T(1)};
-    });
-    output = call.restore(transform(call.flat(x), all_k));
-  }
+  const Channels weight = values_of(a.weight, call.channels, 1),
+                 bias = values_of(a.bias, call.channels);
+  const at::Tensor k = coefficients<kernels::NormalizeCoefficients>(call, [&](auto type,
+                                                                              int64_t c) {
+    return kernels::normalize_coefficients<decltype(type)>(mean[c], inverse[c], weight[c], bias[c]);
+  });
+  const at::Tensor output = elementwise<kernels::NormalizeCoefficients>(x, x, k);
   return {output, on_device_of(x, all.mean), on_device_of(x, invstd), on_device_of(x, counted)};
 }
 
@@ -263,32 +289,27 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   auto* const sum_dy_xmu = sum_dy + channels;  // of dy * (x - mean)
   at::Tensor dy;
   if (!empty) {
-    dy = call.flat(in_layout_of(x, as(x.scalar_type(), a.grad_output)));
-    const auto [high, scale] = coefficients<2>(call, [&](auto type, int64_t c) {
-      using T = decltype(type);
-      return std::array<T, 2>{static_cast<T>(mean[c]), static_cast<T>(invstd[c])};
-    });
+    dy = in_layout_of(x, as(x.scalar_type(), a.grad_output));
+    const at::Tensor high = tensor_of(call, mean, call.computing()),
+                     scale = tensor_of(call, invstd, call.computing());
     // The argument for the weight selects the type of the results, which do not depend on it.
-    const auto gradients =
-        at::native_batch_norm_backward(dy, call.flat(x), /*weight=*/scale, {}, {}, high, scale,
-                                       /*train=*/true, /*eps=*/0, {false, true, true});
+    const auto gradients = at::native_batch_norm_backward(
+        call.flat(dy), call.flat(x), /*weight=*/scale, {}, {}, high, scale,
+        /*train=*/true, /*eps=*/0, {false, true, true});
     read(std::get<1>(gradients), sum_dy_xmu);  // with (x - high) * scale
     read(std::get<2>(gradients), sum_dy);
     const Channels rounded = values_of(high, channels), factor = values_of(scale, channels);
     for (int64_t c = 0; c < channels; ++c)
       sum_dy_xmu[c] = sum_dy_xmu[c] / factor[c] - (mean[c] - rounded[c]) * sum_dy[c];
   }
-  const auto parameter = [&](bool needed, auto&& of) {
-    const at::Tensor host =
-        host_tensor(needed ? channels : 0, parameter_options(a).dtype().toScalarType());
-    each_channel(host, [&](int64_t c, auto& value) {
-      value = static_cast<std::decay_t<decltype(value)>>(of(c));
-    });
-    return on_device_of(x, host);
-  };
-  const at::Tensor dweight =
-                       parameter(a.needs[1], [&](int64_t c) { return sum_dy_xmu[c] * invstd[c]; }),
-                   dbias = parameter(a.needs[2], [&](int64_t c) { return sum_dy[c]; });
+  Channels of_weight, of_bias;
+  for (int64_t c = 0; c < channels; ++c) {
+    if (a.needs[1]) of_weight.push_back(sum_dy_xmu[c] * invstd[c]);
+    if (a.needs[2]) of_bias.push_back(sum_dy[c]);
+  }
+  const auto type = parameter_options(a).dtype().toScalarType();
+  const at::Tensor dweight = tensor_of(call, of_weight, type),
+                   dbias = tensor_of(call, of_bias, type);
   if (!a.needs[0]) return {at::empty({0}, x.options()), dweight, dbias};
   at::Tensor all = sums;
   if (call.peers) {
@@ -301,23 +322,11 @@ BackwardResult backward_composed(const BackwardArguments& a) {
   const Channels weight = values_of(a.weight, channels, 1);
   const int64_t count = *on_host(a.count).const_data_ptr<int64_t>();
   const double inverse_count = count > 0 ? 1.0 / static_cast<double>(count) : 0;
-  const auto all_k = coefficients<5>(call, [&](auto type, int64_t c) {
-    using T = decltype(type);
-    const auto k = kernels::gradient_coefficients<T>(mean[c], invstd[c], weight[c], all_dy[c],
-                                                     all_dy[channels + c], inverse_count);
-    return std::array<T, 5>{k.high, k.x_scale, k.shift, T(1), k.dy_scale};
+  const at::Tensor k = coefficients<kernels::GradientCoefficients>(call, [&](auto type, int64_t c) {
+    return kernels::gradient_coefficients<decltype(type)>(mean[c], invstd[c], weight[c], all_dy[c],
+                                                          all_dy[channels + c], inverse_count);
   });
-  const at::Tensor flat = call.flat(x), dx = at::empty_like(flat);
-  std::vector<int64_t> shape(static_cast<size_t>(flat.dim()) - 1, 1);
-  shape[0] = channels;
-  const at::Tensor dy_scale = all_k[4].view(shape);
-  // The terms may cancel, so they are not rounded to 16 bits.
-  call.for_each_part({flat, dy, dx}, [&](const std::array<at::Tensor, 3>& part) {
-    const auto wide = [&](size_t t) { return as(call.computing(), part[t]); };
-    at::Tensor result = part[2];
-    at::addcmul_out(result, transform(wide(0), all_k), wide(1), dy_scale);
-  });
-  return {call.restore(dx), dweight, dbias};
+  return {elementwise<kernels::GradientCoefficients>(x, dy, k), dweight, dbias};
 }
 
 }  // namespace apex::parallel::detail

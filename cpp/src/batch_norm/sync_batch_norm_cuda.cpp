@@ -127,7 +127,7 @@ ForwardResult forward_cuda(const ForwardArguments& args) {
       running_var(args.running_var);
   kernels::NormalizeArguments a{};
   a.x = x.const_data_ptr();
-  a.y = y.mutable_data_ptr();
+  a.out = y.mutable_data_ptr();
   a.weight = weight.array();
   a.bias = bias.array();
   a.eps = args.eps;
@@ -169,7 +169,7 @@ BackwardResult backward_cuda(const BackwardArguments& args) {
   kernels::GradientArguments a{};
   a.dy = dy.const_data_ptr();
   a.x = x.const_data_ptr();
-  a.dx = dx.mutable_data_ptr();
+  a.out = dx.mutable_data_ptr();
   a.weight = weight.array();
   a.mean = mean.const_data_ptr<double>();
   a.invstd = invstd.const_data_ptr<double>();
@@ -177,7 +177,7 @@ BackwardResult backward_cuda(const BackwardArguments& args) {
   a.sums = sums.mutable_data_ptr<double>();
   a.dweight = dweight.array();
   a.dbias = dbias.array();
-  const Prepared prepared = prepare(x, sizes, is_aligned({a.dy, a.x, a.dx}));
+  const Prepared prepared = prepare(x, sizes, is_aligned({a.dy, a.x, a.out}));
   check_launch(kernels::launch_reduce(prepared.call, a));
   dweight.update(std::get<1>(results));
   dbias.update(std::get<2>(results));

@@ -117,15 +117,19 @@ RowsPlan rows_plan(const CudaCall& call, const DeviceLimits& limits, bool reduce
 }
 
 /// Launches the kernel for the layout.
-template <typename PlanesKernel, typename RowsKernel, typename Arguments>
-int launch_elementwise(const CudaCall& call, PlanesKernel* of_planes, RowsKernel* of_rows,
-                       const Arguments& arguments) {
-  if (call.rows) {
-    const RowsPlan plan = rows_plan(call, limits_of(call, of_rows), false);
-    return launch(call, plan, plan.threads(), of_rows, arguments);
-  }
-  const PlanesPlan plan = planes_plan(call, limits_of(call, of_planes));
-  return launch(call, plan, plan.threads, of_planes, arguments);
+template <typename Arguments>
+int launch_elementwise(const CudaCall& call, const Arguments& arguments) {
+  return visit_vector(call, [&](auto tag, auto width) {
+    using T = decltype(tag);
+    if (call.rows) {
+      auto* const kernel = rows_elementwise_kernel<Arguments, T, width>;
+      const RowsPlan plan = rows_plan(call, limits_of(call, kernel), false);
+      return launch(call, plan, plan.threads(), kernel, arguments);
+    }
+    auto* const kernel = planes_elementwise_kernel<Arguments, T, width>;
+    const PlanesPlan plan = planes_plan(call, limits_of(call, kernel));
+    return launch(call, plan, plan.threads, kernel, arguments);
+  });
 }
 
 /// The same for a reduction, and its merge. See Note [Blocks that share a channel].
@@ -168,11 +172,7 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 }
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments) {
-  return visit_vector(call, [&](auto tag, auto width) {
-    using T = decltype(tag);
-    return launch_elementwise(call, planes_normalize_kernel<T, width>,
-                              rows_normalize_kernel<T, width>, arguments);
-  });
+  return launch_elementwise(call, arguments);
 }
 
 int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
@@ -188,11 +188,7 @@ int launch_reduce(const CudaCall& call, const GradientArguments& arguments) {
 }
 
 int launch_gradient(const CudaCall& call, const GradientArguments& arguments) {
-  return visit_vector(call, [&](auto tag, auto width) {
-    using T = decltype(tag);
-    return launch_elementwise(call, planes_gradient_kernel<T, width>,
-                              rows_gradient_kernel<T, width>, arguments);
-  });
+  return launch_elementwise(call, arguments);
 }
 
 }  // namespace apex::kernels

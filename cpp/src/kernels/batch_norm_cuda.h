@@ -54,7 +54,7 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 
 struct NormalizeArguments {
   const void* x;
-  void* y;
+  void* out;
   ChannelArray weight;
   ChannelArray bias;
   double eps;
@@ -75,7 +75,7 @@ int launch_normalize(const CudaCall& call, const NormalizeArguments& arguments);
 struct GradientArguments {
   const void* dy;
   const void* x;
-  void* dx;
+  void* out;
   ChannelArray weight;
   const double* mean;
   const double* invstd;

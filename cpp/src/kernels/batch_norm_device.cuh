@@ -107,15 +107,6 @@ __device__ __forceinline__ Sums block_sum(Sums s) {
   return threadIdx.x < 32 ? Sums{warp_sum(all.first), warp_sum(all.second)} : all;
 }
 
-/// The number of threads that merge the ranks' records of one channel: a power of two, at most 32.
-__device__ __forceinline__ int lanes_per_channel(int64_t ranks) {
-  int lanes = 1;
-  while (lanes < 32 && lanes < ranks) {
-    lanes *= 2;
-  }
-  return lanes;
-}
-
 // Note [Float64 in every block]
 // Every block computes the coefficients of its channels in float64 before it processes an element.
 // GPUs for graphics and inference have one float64 unit per 32 or 64 float32 units. On them a
@@ -248,34 +239,52 @@ __device__ __forceinline__ void merge_splits(int64_t channels, int splits, const
   if (channel < channels && lane == 0) finish(channel, all);
 }
 
-/// The coefficients with which a block normalizes a channel. All lanes that share the channel must
-/// call this (see merge_records). `writes` selects the single thread of the launch that writes the
-/// channel's statistics.
+// What the elementwise launches compute, by their arguments: the coefficients of a channel, and
+// whether they read a gradient. All lanes that share a channel must call channel_coefficients();
+// those without a channel pass -1. `writes` selects the single thread of the launch that writes the
+// channel's statistics.
+
+/// The number of threads that compute a channel's coefficients.
+__device__ __forceinline__ int lanes_per_channel(const NormalizeArguments& a) {
+  int lanes = 1;  // a power of two
+  while (lanes < 32 && lanes < a.ranks) lanes *= 2;
+  return lanes;
+}
+__device__ __forceinline__ int lanes_per_channel(const GradientArguments&) { return 1; }
+
 template <typename A>
-__device__ __forceinline__ NormalizeCoefficients<A> normalize_channel(const NormalizeArguments& a,
-                                                                      int64_t channels,
-                                                                      int64_t channel, int lanes,
-                                                                      bool writes) {
+__device__ __forceinline__ NormalizeCoefficients<A> channel_coefficients(
+    const NormalizeArguments& a, int64_t channels, int64_t channel, int lanes, bool writes) {
   const Merged all = merge_records(a.records, a.ranks, channels, channel, lanes);
-  if (channel < 0) {
-    return {};
-  }
+  if (channel < 0) return {};
   const double invstd = fast_rsqrt(fma(all.m2, all.inverse_count, a.eps));
-  if (writes) {
-    finish_channel(a, channel, all, invstd);
-  }
+  if (writes) finish_channel(a, channel, all, invstd);
   return normalize_coefficients<A>(all.mean, invstd, a.weight.load(channel, 1),
                                    a.bias.load(channel, 0));
 }
 
 template <typename A>
-__device__ __forceinline__ GradientCoefficients<A> gradient_channel(const GradientArguments& a,
-                                                                    int64_t channel,
-                                                                    int64_t channels) {
+__device__ __forceinline__ GradientCoefficients<A> channel_coefficients(const GradientArguments& a,
+                                                                        int64_t channels,
+                                                                        int64_t channel, int,
+                                                                        bool) {
+  if (channel < 0) return {};
   const auto count = static_cast<double>(*a.count);
   return gradient_coefficients<A>(a.mean[channel], a.invstd[channel], a.weight.load(channel, 1),
                                   a.sums[channel], a.sums[channels + channel],
                                   count > 0 ? fast_reciprocal(count) : 0.0);
+}
+
+/// The gradients beside elements `x`, which a normalizing launch does not read.
+template <typename T, int kVector>
+__device__ __forceinline__ Packed<T, kVector> load_gradient(const NormalizeArguments&, int64_t,
+                                                            const Packed<T, kVector>& x) {
+  return x;
+}
+template <typename T, int kVector>
+__device__ __forceinline__ Packed<T, kVector> load_gradient(const GradientArguments& a, int64_t at,
+                                                            const Packed<T, kVector>&) {
+  return load<T, kVector>(static_cast<const T*>(a.dy) + at);
 }
 
 }  // namespace apex::kernels

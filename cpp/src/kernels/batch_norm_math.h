@@ -50,6 +50,8 @@ struct NormalizeCoefficients {
   T high;
   T scale;
   T shift;
+
+  APEX_HOST_DEVICE T of(T x, T) const { return (x - high) * scale + shift; }
 };
 
 template <typename T>
@@ -61,13 +63,15 @@ APEX_HOST_DEVICE NormalizeCoefficients<T> normalize_coefficients(double mean, do
   return {high, static_cast<T>(scale), static_cast<T>(bias - low * scale)};
 }
 
-/// dx = dy * dy_scale + (x - high) * x_scale + shift.
+/// dx = (x - high) * scale + shift + dy * dy_scale.
 template <typename T>
 struct GradientCoefficients {
   T high;
-  T dy_scale;
-  T x_scale;
+  T scale;
   T shift;
+  T dy_scale;
+
+  APEX_HOST_DEVICE T of(T x, T dy) const { return (x - high) * scale + shift + dy * dy_scale; }
 };
 
 /// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks. `inverse_count` is 1 over
@@ -80,9 +84,9 @@ APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, doub
   const T high = static_cast<T>(mean);
   const double low = mean - static_cast<double>(high);
   const double dy_scale = weight * invstd;
-  const double x_scale = -dy_scale * invstd * invstd * sum_dy_xmu * inverse_count;
-  const double shift = -dy_scale * sum_dy * inverse_count - x_scale * low;
-  return {high, static_cast<T>(dy_scale), static_cast<T>(x_scale), static_cast<T>(shift)};
+  const double scale = -dy_scale * invstd * invstd * sum_dy_xmu * inverse_count;
+  const double shift = -dy_scale * sum_dy * inverse_count - scale * low;
+  return {high, static_cast<T>(scale), static_cast<T>(shift), static_cast<T>(dy_scale)};
 }
 
 /// The value for momentum=None, which makes the running statistics a cumulative average. It is NaN

@@ -63,50 +63,6 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    planes_normalize_kernel(PlanesPlan plan, NormalizeArguments a) {
-  using A = Acc<T>;
-  // Back to front, because the statistics launch has just read the end, which may be in the cache.
-  const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
-  const int64_t channel = block / plan.splits;
-  const int split = static_cast<int>(block % plan.splits);
-  __shared__ NormalizeCoefficients<A> shared;
-  if (threadIdx.x < 32) {
-    const NormalizeCoefficients<A> mine =
-        normalize_channel<A>(a, plan.sizes.channels, channel, lanes_per_channel(a.ranks),
-                             split == 0 && threadIdx.x == 0);
-    if (threadIdx.x == 0) {
-      shared = mine;
-    }
-  }
-  __syncthreads();
-  const NormalizeCoefficients<A> k = shared;
-  const T* x = static_cast<const T*>(a.x);
-  T* y = static_cast<T*>(a.y);
-  PlaneCursor cursor(plan, split, threadIdx.x);
-  walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
-    constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> in[kLoads];
-    int64_t at[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      at[i] = cursor.offset(plan, channel);
-      in[i] = load<T, kVector>(x + at[i]);
-      cursor.advance(plan);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      Packed<T, kVector> out;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        out.values[j] = static_cast<T>(fma(widen(in[i].values[j]) - k.high, k.scale, k.shift));
-      }
-      store<T, kVector>(y + at[i], out);
-    }
-  });
-}
-
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kBlockThreads, 2)
     planes_reduce_kernel(PlanesPlan plan, Sums* partial, GradientArguments a) {
   using A = Acc<T>;
   const int64_t channel = blockIdx.x / plan.splits;
@@ -147,44 +103,45 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   }
 }
 
-template <typename T, int kVector>
+template <typename Arguments, typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    planes_gradient_kernel(PlanesPlan plan, GradientArguments a) {
+    planes_elementwise_kernel(PlanesPlan plan, Arguments a) {
   using A = Acc<T>;
+  using K = decltype(channel_coefficients<A>(a, 0, 0, 1, false));
+  // Back to front, because the reducing launch has just read the end, which may be in the cache.
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
   const int64_t channel = block / plan.splits;
   const int split = static_cast<int>(block % plan.splits);
-  __shared__ GradientCoefficients<A> shared;
-  if (threadIdx.x == 0) {
-    shared = gradient_channel<A>(a, channel, plan.sizes.channels);
+  __shared__ K shared;
+  if (threadIdx.x < 32) {
+    const K mine = channel_coefficients<A>(a, plan.sizes.channels, channel, lanes_per_channel(a),
+                                           split == 0 && threadIdx.x == 0);
+    if (threadIdx.x == 0) shared = mine;
   }
   __syncthreads();
-  const GradientCoefficients<A> b = shared;
+  const K k = shared;
   const T* x = static_cast<const T*>(a.x);
-  const T* dy = static_cast<const T*>(a.dy);
-  T* dx = static_cast<T*>(a.dx);
+  T* out = static_cast<T*>(a.out);
   PlaneCursor cursor(plan, split, threadIdx.x);
   walk<kLoadsInFlight>(plan, cursor, [&](auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> g[kLoads], v[kLoads];
+    Packed<T, kVector> v[kLoads], g[kLoads];
     int64_t at[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       at[i] = cursor.offset(plan, channel);
-      g[i] = load<T, kVector>(dy + at[i]);
       v[i] = load<T, kVector>(x + at[i]);
+      g[i] = load_gradient(a, at[i], v[i]);
       cursor.advance(plan);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      Packed<T, kVector> out;
+      Packed<T, kVector> result;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const A centered = widen(v[i].values[j]) - b.high;
-        out.values[j] = static_cast<T>(
-            fma(widen(g[i].values[j]), b.dy_scale, fma(centered, b.x_scale, b.shift)));
+        result.values[j] = static_cast<T>(k.of(widen(v[i].values[j]), widen(g[i].values[j])));
       }
-      store<T, kVector>(dx + at[i], out);
+      store<T, kVector>(out + at[i], result);
     }
   });
 }

@@ -139,62 +139,6 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kBlockThreads)
-    rows_normalize_kernel(RowsPlan plan, NormalizeArguments a) {
-  using A = Acc<T>;
-  // Back to front, because the statistics launch has just read the end, which may be in the cache.
-  const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
-  __shared__ NormalizeCoefficients<A> shared[kMaxTileChannels];
-  const int width = plan.tile_channels();
-  // Every block runs this loop before its elements, so it must be short. With few ranks each thread
-  // handles one channel, and one iteration handles the tile. Only whole warps leave the loop,
-  // because the lanes of a warp exchange their sums.
-  const int lanes = lanes_per_channel(a.ranks);
-  const int at_once = kBlockThreads / lanes;
-  for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
-    const int i = first + threadIdx.x % 32 / lanes;
-    const int64_t channel = place.tile * width + i;
-    const bool present = i < width && channel < plan.channels;
-    const bool writes = threadIdx.x % lanes == 0;
-    const NormalizeCoefficients<A> mine = normalize_channel<A>(
-        a, plan.channels, present ? channel : -1, lanes, writes && place.split == 0);
-    if (present && writes) {
-      shared[i] = mine;
-    }
-  }
-  __syncthreads();
-  if (!place.inside) {
-    return;
-  }
-  NormalizeCoefficients<A> k[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    k[i] = shared[place.x * kVector + i];
-  }
-  const T* x = static_cast<const T*>(a.x);
-  T* y = static_cast<T*>(a.y);
-  const int64_t step = plan.threads_y * plan.channels;
-  walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
-    constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> in[kLoads];
-#pragma unroll
-    for (int r = 0; r < kLoads; ++r) {
-      in[r] = load<T, kVector>(x + at + r * step);
-    }
-#pragma unroll
-    for (int r = 0; r < kLoads; ++r) {
-      Packed<T, kVector> out;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        out.values[i] =
-            static_cast<T>(fma(widen(in[r].values[i]) - k[i].high, k[i].scale, k[i].shift));
-      }
-      store<T, kVector>(y + at + r * step, out);
-    }
-  });
-}
-
-template <typename T, int kVector>
 __global__ void __launch_bounds__(kRowsThreads)
     rows_reduce_kernel(RowsPlan plan, Sums* partial, GradientArguments a) {
   using A = Acc<T>;
@@ -240,50 +184,55 @@ __global__ void __launch_bounds__(kRowsThreads)
   });
 }
 
-template <typename T, int kVector>
+template <typename Arguments, typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
-    rows_gradient_kernel(RowsPlan plan, GradientArguments a) {
+    rows_elementwise_kernel(RowsPlan plan, Arguments a) {
   using A = Acc<T>;
+  using K = decltype(channel_coefficients<A>(a, 0, 0, 1, false));
+  // Back to front, because the reducing launch has just read the end, which may be in the cache.
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
-  __shared__ GradientCoefficients<A> shared[kMaxTileChannels];
+  __shared__ K shared[kMaxTileChannels];
   const int width = plan.tile_channels();
-  for (int i = threadIdx.x; i < width; i += kBlockThreads) {
+  // Every block runs this loop before its elements, so it must be short. With few ranks each thread
+  // handles one channel, and one iteration handles the tile. Only whole warps leave the loop,
+  // because the lanes of a warp exchange their sums.
+  const int lanes = lanes_per_channel(a);
+  const int at_once = kBlockThreads / lanes;
+  for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
+    const int i = first + threadIdx.x % 32 / lanes;
     const int64_t channel = place.tile * width + i;
-    if (channel < plan.channels) {
-      shared[i] = gradient_channel<A>(a, channel, plan.channels);
-    }
+    const bool present = i < width && channel < plan.channels;
+    const bool writes = threadIdx.x % lanes == 0;
+    const K mine = channel_coefficients<A>(a, plan.channels, present ? channel : -1, lanes,
+                                           writes && place.split == 0);
+    if (present && writes) shared[i] = mine;
   }
   __syncthreads();
-  if (!place.inside) {
-    return;
-  }
-  GradientCoefficients<A> b[kVector];
+  if (!place.inside) return;
+  K k[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    b[i] = shared[place.x * kVector + i];
+    k[i] = shared[place.x * kVector + i];
   }
   const T* x = static_cast<const T*>(a.x);
-  const T* dy = static_cast<const T*>(a.dy);
-  T* dx = static_cast<T*>(a.dx);
+  T* out = static_cast<T*>(a.out);
   const int64_t step = plan.threads_y * plan.channels;
   walk<kLoadsInFlight>(plan, place, [&](int64_t at, auto loads) {
     constexpr int kLoads = decltype(loads)::value;
-    Packed<T, kVector> g[kLoads], v[kLoads];
+    Packed<T, kVector> v[kLoads], g[kLoads];
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
-      g[r] = load<T, kVector>(dy + at + r * step);
       v[r] = load<T, kVector>(x + at + r * step);
+      g[r] = load_gradient(a, at + r * step, v[r]);
     }
 #pragma unroll
     for (int r = 0; r < kLoads; ++r) {
-      Packed<T, kVector> out;
+      Packed<T, kVector> result;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const A centered = widen(v[r].values[i]) - b[i].high;
-        out.values[i] = static_cast<T>(
-            fma(widen(g[r].values[i]), b[i].dy_scale, fma(centered, b[i].x_scale, b[i].shift)));
+        result.values[i] = static_cast<T>(k[i].of(widen(v[r].values[i]), widen(g[r].values[i])));
       }
-      store<T, kVector>(dx + at + r * step, out);
+      store<T, kVector>(out + at + r * step, result);
     }
   });
 }

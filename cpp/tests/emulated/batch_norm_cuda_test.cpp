@@ -252,7 +252,7 @@ class BatchNormCuda : public ::testing::Test {
       Rank& rank = ranks[r];
       NormalizeArguments a{};
       a.x = rank.x.data();
-      a.y = rank.y.data();
+      a.out = rank.y.data();
       if (c.affine) {
         a.weight = weight.argument();
         a.bias = bias.argument();
@@ -332,7 +332,7 @@ class BatchNormCuda : public ::testing::Test {
       GradientArguments a{};
       a.dy = rank.dy.data();
       a.x = rank.x.data();
-      a.dx = rank.dx.data();
+      a.out = rank.dx.data();
       if (c.affine) {
         a.weight = weight.argument();
         a.dweight = rank.dweight.argument();
@@ -525,7 +525,7 @@ TYPED_TEST(BatchNormCuda, Blocks_AreThoseThatTheDeviceRunsAtOnce) {
   ASSERT_EQ(launch_statistics(work.call, rank.x.data(), rank.record.data(), nullptr), 0);
   NormalizeArguments a{};
   a.x = rank.x.data();
-  a.y = rank.y.data();
+  a.out = rank.y.data();
   a.records = rank.record.data();
   a.ranks = 1;
   a.mean = rank.mean.data();

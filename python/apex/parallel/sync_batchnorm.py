@@ -118,7 +118,7 @@ class SyncBatchNorm(_BatchNorm):
         y: Tensor
         if group_name or (self.training and x.is_cuda):
             update = self.track_running_stats
-            y = torch.ops.apex.sync_batch_norm(
+            y = torch.ops.apex.sync_batch_norm.default(
                 x, self.weight, self.bias,
                 self.running_mean if update else None,
                 self.running_var if update else None,

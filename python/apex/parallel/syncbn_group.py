@@ -33,9 +33,11 @@ def default_group() -> Any:
     one rank alone can build a model for evaluation. Thread safe.
     """
     global _world, _own_group
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         return None
     world = world_group()
+    if world.size() == 1:
+        return None
     require_own_process(world, "SyncBatchNorm")
     with _lock:
         group = _own_group() if _own_group is not None else None

@@ -88,7 +88,7 @@ int launch_statistics(const CudaCall& call, const void* x, double* record,
 
 int launch_normalize(const CudaCall& call, const NormalizeArguments& a) {
   Launch launch(call, "normalize");
-  launch.reads_elements(a.x).writes_elements(a.y).reads(a.weight).reads(a.bias);
+  launch.reads_elements(a.x).writes_elements(a.out).reads(a.weight).reads(a.bias);
   launch.reads(a.records, 8 * a.ranks * statistics_length(call.sizes.channels))
       .reads(a.num_batches, 8);
   launch.writes(a.running_mean).writes(a.running_var);
@@ -107,7 +107,7 @@ int launch_gradient(const CudaCall& call, const GradientArguments& a) {
   Launch launch(call, "gradient");
   launch.reads_elements(a.dy).reads_elements(a.x).reads(a.weight);
   launch.reads_channels(a.mean).reads_channels(a.invstd).reads(a.count, 8);
-  launch.reads_channels(a.sums, 2).writes_elements(a.dx);
+  launch.reads_channels(a.sums, 2).writes_elements(a.out);
   return launch.run([=] { return emulated_launch_gradient(call, a); });
 }
 
