@@ -35,10 +35,11 @@ function(apex_test_options target)
     $<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>>:-O1>)
 endfunction()
 
-# apex_sources(TARGET GROUP SOURCES...): adds sources to a target. With APEX_UNITY_BUILD, those of one group are compiled
-# as one: GCC instantiates the pending templates of a precompiled header once per object, which takes three seconds each
-# time. Sources that are added otherwise are compiled alone.
-function(apex_sources target group)
+# apex_sources(TARGET GROUP FOLDER NAMES...): adds FOLDER/NAME.cpp to a target. With APEX_UNITY_BUILD, those of one group
+# are compiled as one: GCC instantiates the pending templates of a precompiled header once per object, which takes three
+# seconds each time. Sources that are added otherwise are compiled alone.
+function(apex_sources target group folder)
+  list(TRANSFORM ARGN REPLACE "^.+$" "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/\\0.cpp")
   target_sources(${target} PRIVATE ${ARGN})
   if(APEX_UNITY_BUILD)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)

@@ -44,18 +44,21 @@ if(APEX_CUDA AND NOT APEX_CUDA STREQUAL "AUTO" AND NOT APEX_WITH_CUDA)
     "install what is missing or pass -DAPEX_CUDA=OFF.")
 endif()
 
-# The architectures of this project's targets: the user's choice if given.
-if(APEX_WITH_CUDA)
-  if(NOT APEX_CUDA_ARCHITECTURES)
-    if(apex_top_level AND CMAKE_CUDA_ARCHITECTURES AND DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES}
-       AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "52"
-       AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" STREQUAL "75")
-      set(apex_cuda_architectures "${CMAKE_CUDA_ARCHITECTURES}")
-    else()
-      include(apex_cuda_architectures)
-      apex_default_cuda_architectures("${CMAKE_CUDA_COMPILER_VERSION}" apex_cuda_architectures)
-    endif()
-  else()
-    set(apex_cuda_architectures ${APEX_CUDA_ARCHITECTURES})
+# The architectures of this project's targets: the user's choice if given. Otherwise every
+# data-center and consumer generation since Volta that this nvcc supports, and PTX of the newest one
+# for later generations.
+if(APEX_CUDA_ARCHITECTURES)
+  set(apex_cuda_architectures ${APEX_CUDA_ARCHITECTURES})
+elseif(APEX_WITH_CUDA AND apex_top_level AND CMAKE_CUDA_ARCHITECTURES
+       AND DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES}
+       AND NOT "$CACHE{CMAKE_CUDA_ARCHITECTURES}" MATCHES "^(52|75)$")  # not nvcc's default
+  set(apex_cuda_architectures "${CMAKE_CUDA_ARCHITECTURES}")
+elseif(APEX_WITH_CUDA)
+  set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    set(apex_cuda_architectures 75-real 80-real 86-real 89-real 90-real 100-real 120)
+  endif()
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13)  # later versions do not support Volta
+    list(PREPEND apex_cuda_architectures 70-real)
   endif()
 endif()

@@ -10,13 +10,22 @@ set(apex_nccl_include_dirs)
 if(NOT APEX_WITH_CUDA)
   set(apex_nccl_reason "the CUDA parts are off")
 else()
-  find_package(NCCL QUIET)
-  if(NOT NCCL_FOUND)
+  get_filename_component(apex_nvidia_wheels "${Libtorch_PREFIX}/../nvidia" ABSOLUTE)
+  # The wheel is searched before the system, because libtorch was built with it.
+  find_path(NCCL_INCLUDE_DIR NAMES nccl.h
+    HINTS "${NCCL_ROOT}" "$ENV{NCCL_ROOT}" "${apex_nvidia_wheels}/nccl"
+    PATHS /usr/local/cuda
+    PATH_SUFFIXES include)
+  mark_as_advanced(NCCL_INCLUDE_DIR)
+  if(NOT NCCL_INCLUDE_DIR)
     set(apex_nccl_reason "no nccl.h was found (set NCCL_ROOT)")
   else()
+    file(STRINGS "${NCCL_INCLUDE_DIR}/nccl.h" apex_nccl_version
+      REGEX "^#define NCCL_(MAJOR|MINOR|PATCH) +[0-9]+")
+    string(REGEX REPLACE "#define NCCL_[A-Z]+ +" "" apex_nccl_version "${apex_nccl_version}")
+    string(REPLACE ";" "." apex_nccl_version "${apex_nccl_version}")
     # The toolkit's own folder comes first. Missing headers are in the wheels next to torch: one
     # folder per CUDA major version since 13, one per library before that.
-    get_filename_component(apex_nvidia_wheels "${Libtorch_PREFIX}/../nvidia" ABSOLUTE)
     string(REGEX MATCH "^[0-9]+" apex_nccl_cuda "${Libtorch_CUDA_VERSION}")
     set(apex_nccl_missing)
     foreach(header IN ITEMS cublas_v2.h cusolverDn.h cusparse.h)
@@ -39,7 +48,7 @@ else()
       list(REMOVE_DUPLICATES apex_nccl_include_dirs)
       list(REMOVE_ITEM apex_nccl_include_dirs ${CUDAToolkit_INCLUDE_DIRS})
       set(APEX_WITH_NCCL ON)
-      set(apex_nccl_reason "NCCL ${NCCL_VERSION}")  # without its folder, because this text goes into wheels
+      set(apex_nccl_reason "NCCL ${apex_nccl_version}")  # without its folder, because this text goes into wheels
     endif()
   endif()
 endif()
