@@ -121,13 +121,6 @@ ControlMessage Membership::all_reduce(const std::string& what, const at::Tensor&
   return {what, control(), std::move(work), message};
 }
 
-ControlMessage Membership::broadcast(const std::string& what, const at::Tensor& mine) const {
-  if (alone()) return {what, nullptr, nullptr, mine.clone()};
-  at::Tensor message = mine.to(control_device(), mine.scalar_type(), false, /*copy=*/true);
-  auto work = issue_broadcast(what, *control(), message, 0);
-  return {what, control(), std::move(work), message};
-}
-
 ControlMessage Membership::all_gather(const std::string& what, const at::Tensor& mine,
                                       const at::Tensor& gathered) const {
   if (alone()) return {what, nullptr, nullptr, mine.reshape({-1}).clone()};

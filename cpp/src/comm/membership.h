@@ -82,7 +82,6 @@ struct Membership {
   /// @throws CommunicationError.
   ControlMessage all_reduce(const std::string& what, const at::Tensor& mine,
                             c10d::ReduceOp::RedOpType op) const;
-  ControlMessage broadcast(const std::string& what, const at::Tensor& mine) const;  ///< rank 0's
   /// [size * numel], in rank order; stored in `gathered` if that is defined.
   ControlMessage all_gather(const std::string& what, const at::Tensor& mine,
                             const at::Tensor& gathered = {}) const;
