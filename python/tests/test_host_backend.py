@@ -79,14 +79,12 @@ def test_ranks_without_shared_memory_go_by_gloo(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_future_of_a_destroyed_group_is_refused(rank: int, world: int) -> None:
+def test_collective_of_a_destroyed_group_completes(rank: int, world: int) -> None:
     one = group()
     work = dist.all_reduce(torch.ones(10), group=one, async_op=True)
     dist.destroy_process_group(one)
-    with raises(RuntimeError, "destroyed"):
-        work.get_future()
+    check_equal(float(work.get_future().wait()[0][0]), float(world), "future")
     work.wait()
-    check_equal(float(work.get_future().wait()[0][0]), float(world), "future after the wait")
     whole = group()
     with raises(ValueError, "no average of Long"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG, group=whole)
@@ -191,7 +189,7 @@ def test_all_to_all_of_other_sizes_ends_the_group(rank: int, world: int) -> None
 
 @on_ranks(2)
 def test_many_collectives_in_another_order_complete(rank: int, world: int) -> None:
-    """More collectives than the channel's ring has slots, from two groups."""
+    """Many collectives in flight, from two groups."""
     groups = [group(), group()]
     works, tensors = [], []
     for one in groups if rank == 0 else groups[::-1]:

@@ -98,7 +98,6 @@ void wait_with_reports(const c10d::ProcessGroup& group,
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
     if (const std::string why = wait.poll(); !why.empty()) throw Error(why);
-    advance_host_channels();
     if (meanwhile) meanwhile();
   }
 }
@@ -150,6 +149,12 @@ c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
   return host_backend_of(group);
 }
 
+HostCall host_call(const std::string& what, Enqueue on) {
+  HostCall call(what);
+  call.waits_at_once = on == Enqueue::kOnCurrentStream;
+  return call;
+}
+
 /// The channel that carries these tensors in each collective, or null.
 std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::ProcessGroup& group,
                                          at::ArrayRef<at::Tensor> tensors) {
@@ -167,7 +172,10 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
   int64_t bytes = 0;
   const auto send = [&] {
     const auto news = std::make_shared<std::vector<uint8_t>>(message.size());
-    const auto call = [&] { return backend.channel()->broadcast(what, message, root, news); };
+    const auto call = [&] {
+      return backend.channel()->broadcast(host_call(what, Enqueue::kOnCurrentStream), message, root,
+                                          news);
+    };
     wait_collective(call_collective(what, group, call), what, group);
     for (size_t i = 0; i < message.size(); ++i)
       changed[part_of[i]] = changed[part_of[i]] || (*news)[i] != 0;
@@ -189,9 +197,10 @@ std::vector<bool> broadcast_in_memory(const std::string& what, const c10d::Proce
 
 bool wait_for_work(c10d::Work& work, const c10d::ProcessGroup& group,
                    const std::function<void()>& meanwhile) {
-  if (auto* const sliced = dynamic_cast<SlicedWork*>(&work)) {
+  if (auto* const in_memory = dynamic_cast<HostWork*>(&work)) {
     wait_with_reports(
-        group, [&](std::chrono::milliseconds slice) { return sliced->wait_for(slice); }, meanwhile);
+        group, [&](std::chrono::milliseconds slice) { return in_memory->wait_for(slice); },
+        meanwhile);
     return true;
   }
   // Order matters: isCompleted() must not be called during graph capture.
@@ -238,7 +247,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
   const auto backend = host_backend_for(what, group, {tensor});
   return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
     if (backend && backend->can_all_reduce(tensor, op))
-      return backend->all_reduce(what, tensor, op);
+      return backend->all_reduce(host_call(what, on), tensor, op);
     std::vector<at::Tensor> message{tensor};
     c10d::AllreduceOptions options;
     options.reduceOp = op;
@@ -266,7 +275,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_gather(const std::string& what, c10d::P
   c10d::AllgatherOptions options;
   options.asyncOp = on == Enqueue::kOnOwnStream;
   return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
-    if (channel) return channel->all_gather(what, {gathered}, share);
+    if (channel) return channel->all_gather(host_call(what, on), {gathered}, share);
     at::Tensor output = gathered, input = share;
     if (detail::has_backend(group, output.device().type()))
       return detail::all_gather_single(group, output, input, options);

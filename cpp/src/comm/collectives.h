@@ -54,10 +54,10 @@ c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
   }
 }
 
-/// Where NCCL runs a collective.
+/// Where NCCL runs a collective, and whether the caller does something else before it waits.
 enum class Enqueue {
   kOnOwnStream,
-  kOnCurrentStream,  ///< without an event in between; Work may be null
+  kOnCurrentStream,  ///< the caller waits at once; no event in between; Work may be null
 };
 
 /// Collectives of one tensor, in place. CPU tensors go through host_backend_of(), whose first call

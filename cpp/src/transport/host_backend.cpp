@@ -8,6 +8,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <apex/distributed.h>
@@ -16,8 +19,6 @@
 #include "endings.h"
 #include "error_text.h"
 #include "tensor_memory.h"
-#include "torch_version.h"
-#include "transport/backend_work.h"
 #include "transport/host_channel.h"
 #include "transport/host_hierarchy.h"
 #include "transport/host_topology.h"
@@ -56,6 +57,36 @@ const at::Tensor& only(const Tensors& tensors, const std::string& what) {
   return tensors.front();
 }
 
+void divide(const Tensors& tensors, int by) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& tensor : tensors) tensor.div_(by);
+}
+
+/// A sum by Gloo that is divided on completion, on a thread of Gloo.
+class GlooAverage final : public c10d::Work {
+ public:
+  static WorkPtr of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
+    auto average = c10::make_intrusive<GlooAverage>();
+    average->future_ = sum->getFuture()->then(
+        [tensors, ranks](c10::ivalue::Future& done) {
+          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+          divide(tensors, ranks);
+          return c10::IValue(tensors);
+        },
+        c10::ListType::create(c10::TensorType::get()));
+    average->future_->addCallback([average](c10::ivalue::Future& done) {
+      average->finish(done.hasError() ? done.exception_ptr() : nullptr);
+    });
+    return average;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
 /// Returns the only list in `lists`, which has a tensor for each rank.
 const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const char* what) {
   TORCH_CHECK_VALUE(lists.size() == 1, what, ": takes one list of tensors, got ", lists.size());
@@ -86,7 +117,6 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
       options_(options_of(request)),
       shares_memory_(links.channel != nullptr),
       sums_by_host_(links.hierarchy != nullptr),
-      works_(std::make_shared<BackendWorks>()),
       gloo_(std::move(gloo)),
       links_(std::move(links)) {}
 
@@ -96,16 +126,22 @@ void HostBackend::end(bool may_be_stuck) {
     gloo_.release();
     return;
   }
-  works_->end();
-  HostLinks links;  // destroyed after the lock is released
+  HostLinks links;
   c10::intrusive_ptr<Backend> gloo;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::swap(links, links_);
     gloo.swap(gloo_);
   }
-  // Note [Where a group ends].
-  if (gloo) end_elsewhere([gloo = std::move(gloo)]() mutable { gloo.reset(); }, may_be_stuck);
+  if (!gloo && !links.channel) return;  // it has ended before, or its hierarchy ends by itself
+  // What is in flight is completed first. See also Note [Where a group ends].
+  end_elsewhere(
+      [gloo = std::move(gloo), channel = std::move(links.channel)]() mutable {
+        if (channel) channel->drain();
+        channel.reset();
+        gloo.reset();
+      },
+      may_be_stuck);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
@@ -133,9 +169,7 @@ void HostBackend::setTimeout(milliseconds timeout) {
 }
 
 void HostBackend::abort() {
-  constexpr const char* kWhy = "its group was aborted";
-  if (const auto channel = links().channel) channel->give_up(kWhy);
-  give_up(kWhy);
+  give_up("its group was aborted");
   c10::intrusive_ptr<Backend> gloo;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -145,7 +179,9 @@ void HostBackend::abort() {
 }
 
 void HostBackend::give_up(const std::string& why) noexcept {
-  if (const auto hierarchy = links().hierarchy) hierarchy->give_up(why);
+  const HostLinks links = this->links();
+  if (links.channel) links.channel->give_up(why);
+  if (links.hierarchy) links.hierarchy->host().give_up(why);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -170,7 +206,7 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c1
 at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
   const HostLinks links = this->links();
   if (links.channel) return links.channel->allocate(size, options);
-  if (links.hierarchy) return links.hierarchy->allocate(size, options);
+  if (links.hierarchy) return links.hierarchy->host().allocate(size, options);
   return at::zeros({size}, options);
 }
 
@@ -181,24 +217,30 @@ bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
   return shares_memory_ && HostChannel::can_all_reduce(tensor, op);
 }
 
-c10::intrusive_ptr<SlicedWork> HostBackend::all_reduce(const std::string& what,
-                                                       const at::Tensor& tensor, Op op) {
+HostChannel::WorkPtr HostBackend::all_reduce(HostCall call, const at::Tensor& tensor, Op op) {
   const HostLinks links = this->links();
-  if (links.hierarchy) return links.hierarchy->all_reduce(what, tensor, op);
-  return channel()->all_reduce(what, tensor, op);
+  if (links.hierarchy) return links.hierarchy->all_reduce(std::move(call), tensor, op);
+  return channel()->all_reduce(std::move(call), tensor, op);
 }
 
-BackendWorkPtr HostBackend::begin(c10d::OpType type, const char* title, milliseconds timeout,
-                                  const Tensors& inputs, Tensors outputs) {
-  for (const Tensors* const tensors : {&inputs, &std::as_const(outputs)}) {
+template <typename CallOptions>
+HostCall HostBackend::begin(c10d::OpType type, const char* title, const CallOptions& options,
+                            Tensors inputs, Tensors outputs) {
+  for (const Tensors* const tensors : {&inputs, &outputs}) {
     for (const at::Tensor& tensor : *tensors) {
       TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(), title,
                         ": tensors must be contiguous");
     }
   }
-  if (timeout == c10d::kUnsetTimeout) timeout = timeout_;
-  return c10::make_intrusive<BackendWork>(rank_, type, title, ++issued_, timeout, inputs,
-                                          std::move(outputs), works_);
+  HostCall call(title);
+  call.waits_at_once = !options.asyncOp;
+  call.timeout = options.timeout == c10d::kUnsetTimeout ? timeout_.load() : options.timeout;
+  call.type = type;
+  call.profiled_as = title;
+  call.number = ++issued_;
+  call.inputs = std::move(inputs);
+  call.outputs = std::move(outputs);
+  return call;
 }
 
 /// Whether a collective of these tensors uses the channel.
@@ -216,13 +258,9 @@ Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t roo
 }
 
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
-  auto work = begin(c10d::OpType::BARRIER, "apex:barrier", options.timeout, {}, {});
-  if (shares_memory()) {
-    work->start(channel()->all_reduce(work->what(), at::zeros({1}, at::kByte), Op::SUM));
-  } else {
-    work->start(gloo()->barrier(options));  // a Work that also completes dropped ones
-  }
-  return work;
+  if (!shares_memory()) return gloo()->barrier(options);
+  return channel()->all_reduce(begin(c10d::OpType::BARRIER, "apex:barrier", options, {}, {}),
+                               at::zeros({1}, at::kByte), Op::SUM);
 }
 
 WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -236,71 +274,65 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   // Neither Gloo nor the hierarchy has AVG.
   const bool divides = asked == Op::AVG && !can(asked);
   const Op op = divides ? Op::SUM : asked;
-  const bool here = can(op);
-  if (!here && !divides) return gloo()->allreduce(tensors, options);
-  auto work = begin(c10d::OpType::ALLREDUCE, kTitle, options.timeout, tensors, tensors);
-  if (divides) work->divide_later(size_);
-  if (here) {
-    work->start(all_reduce(work->what(), tensor, op));
-  } else {
-    c10d::AllreduceOptions sum = options;
-    sum.reduceOp = Op::SUM;
-    work->start(gloo()->allreduce(tensors, sum));
+  if (can(op)) {
+    HostCall call = begin(c10d::OpType::ALLREDUCE, kTitle, options, tensors, tensors);
+    if (divides) call.after = [tensors, ranks = size_] { divide(tensors, ranks); };
+    return all_reduce(std::move(call), tensor, op);
   }
-  return work;
+  if (!divides) return gloo()->allreduce(tensors, options);
+  c10d::AllreduceOptions sum = options;
+  sum.reduceOp = Op::SUM;
+  return GlooAverage::of(gloo()->allreduce(tensors, sum), tensors, size_);
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
-  auto work = begin(c10d::OpType::BROADCAST, "apex:broadcast", options.timeout, tensors, tensors);
-  work->start(channel()->broadcast(work->what(), {only(tensors, work->what())}, options.rootRank));
-  return work;
+  only(tensors, "apex:broadcast");
+  HostCall call = begin(c10d::OpType::BROADCAST, "apex:broadcast", options, tensors, tensors);
+  return channel()->broadcast(std::move(call), tensors, options.rootRank);
 }
 
 WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const Op op = options.reduceOp;
   if (!in_memory(tensors) || !HostChannel::can_all_reduce(only(tensors, "apex:reduce"), op))
     return gloo()->reduce(tensors, options);
-  auto work = begin(c10d::OpType::REDUCE, "apex:reduce", options.timeout, tensors, tensors);
-  work->start(channel()->reduce(work->what(), tensors.front(), op, options.rootRank));
-  return work;
+  HostCall call = begin(c10d::OpType::REDUCE, "apex:reduce", options, tensors, tensors);
+  return channel()->reduce(std::move(call), tensors.front(), op, options.rootRank);
 }
 
 WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
   if (!in_memory(inputs)) return gloo()->allgather(outputs, inputs, options);
+  const at::Tensor& input = only(inputs, "apex:all_gather");
   const Tensors& list = only_list(outputs, size_, "apex:all_gather");
-  auto work = begin(c10d::OpType::ALLGATHER, "apex:all_gather", options.timeout, inputs, list);
-  work->start(channel()->all_gather(work->what(), list, only(inputs, work->what())));
-  return work;
+  HostCall call = begin(c10d::OpType::ALLGATHER, "apex:all_gather", options, inputs, list);
+  return channel()->all_gather(std::move(call), list, input);
 }
 
 WorkPtr HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
   if (!in_memory({output, input})) return gloo()->_allgather_base(output, input, options);
-  auto work = begin(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options.timeout,
-                    {input}, {output});
-  work->start(channel()->all_gather(work->what(), {output}, input));
-  return work;
+  HostCall call =
+      begin(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options, {input}, {output});
+  return channel()->all_gather(std::move(call), {output}, input);
 }
 
 WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             const c10d::GatherOptions& options) {
   if (!in_memory(inputs)) return gloo()->gather(outputs, inputs, options);
+  const at::Tensor& input = only(inputs, "apex:gather");
   const Tensors list = list_of_root(outputs, options.rootRank, "apex:gather");
-  auto work = begin(c10d::OpType::GATHER, "apex:gather", options.timeout, inputs, list);
-  work->start(channel()->gather(work->what(), list, only(inputs, work->what()), options.rootRank));
-  return work;
+  HostCall call = begin(c10d::OpType::GATHER, "apex:gather", options, inputs, list);
+  return channel()->gather(std::move(call), list, input, options.rootRank);
 }
 
 WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
   if (!in_memory(outputs)) return gloo()->scatter(outputs, inputs, options);
+  const at::Tensor& output = only(outputs, "apex:scatter");
   const Tensors list = list_of_root(inputs, options.rootRank, "apex:scatter");
-  auto work = begin(c10d::OpType::SCATTER, "apex:scatter", options.timeout, list, outputs);
-  work->start(
-      channel()->scatter(work->what(), only(outputs, work->what()), list, options.rootRank));
-  return work;
+  HostCall call = begin(c10d::OpType::SCATTER, "apex:scatter", options, list, outputs);
+  return channel()->scatter(std::move(call), output, list, options.rootRank);
 }
 
 WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -313,20 +345,18 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
     return tensor.numel() == list.front().numel();
   });
   if (!even) return gloo()->reduce_scatter(outputs, inputs, options);
-  auto work =
-      begin(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options.timeout, list, outputs);
-  work->start(channel()->reduce_scatter(work->what(), output, list, options.reduceOp));
-  return work;
+  HostCall call =
+      begin(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options, list, outputs);
+  return channel()->reduce_scatter(std::move(call), output, list, options.reduceOp);
 }
 
 WorkPtr HostBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
   if (!in_memory({output, input}) || !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->_reduce_scatter_base(output, input, options);
-  auto work = begin(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base",
-                    options.timeout, {input}, {output});
-  work->start(channel()->reduce_scatter(work->what(), output, {input}, options.reduceOp));
-  return work;
+  HostCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base", options,
+                        {input}, {output});
+  return channel()->reduce_scatter(std::move(call), output, {input}, options.reduceOp);
 }
 
 WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -337,9 +367,8 @@ WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
     return gloo()->alltoall_base(output, input, output_sizes, input_sizes, options);
   require_split(output, output_sizes, size_);
   require_split(input, input_sizes, size_);
-  auto work = begin(c10d::OpType::ALLTOALL_BASE, kAllToAll, options.timeout, {input}, {output});
-  work->start(channel()->all_to_all(work->what(), output, input, output_sizes, input_sizes));
-  return work;
+  HostCall call = begin(c10d::OpType::ALLTOALL_BASE, kAllToAll, options, {input}, {output});
+  return channel()->all_to_all(std::move(call), output, input, output_sizes, input_sizes);
 }
 
 /// In one message, through a copy.
@@ -349,7 +378,7 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
   const auto ranks = static_cast<size_t>(size_);
   TORCH_CHECK_VALUE(outputs.size() == ranks && inputs.size() == ranks, kAllToAll, ": lists of ",
                     outputs.size(), " and ", inputs.size(), " tensors for ", size_, " ranks");
-  auto work = begin(c10d::OpType::ALLTOALL, kAllToAll, options.timeout, inputs, outputs);
+  HostCall call = begin(c10d::OpType::ALLTOALL, kAllToAll, options, inputs, outputs);
   const at::AutoDispatchBelowADInplaceOrView guard;
   std::vector<int64_t> received, sent;
   Tensors flat;
@@ -359,9 +388,12 @@ WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
     flat.push_back(inputs[rank].view({-1}));
   }
   const at::Tensor all = at::empty({sum_of(received)}, outputs.front().options());
-  work->split_later(all, outputs);
-  work->start(channel()->all_to_all(work->what(), all, at::cat(flat), received, sent));
-  return work;
+  call.after = [all, received, outputs] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensors parts = all.split_with_sizes(received);
+    for (size_t rank = 0; rank < parts.size(); ++rank) outputs[rank].view({-1}).copy_(parts[rank]);
+  };
+  return channel()->all_to_all(std::move(call), all, at::cat(flat), received, sent);
 }
 
 c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request) {

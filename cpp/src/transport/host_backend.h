@@ -33,15 +33,6 @@ namespace apex::parallel {
 // all ranks, so all ranks make the same choice. Tensors must be contiguous, as in NCCL.
 //
 // This package calls the channel itself, with a name of the collective for errors.
-//
-// As in HostChannel, a collective makes progress while a rank waits for it or polls it. For works
-// with a future the program waits for the future instead. So from the first future on, a thread of
-// the backend waits for these works in the order of issue; while a callback runs, another thread
-// waits. A work that its caller drops becomes part of the group's next collective, which completes
-// when both have completed.
-
-class BackendWork;
-class BackendWorks;
 
 /// Thread safe, like HostChannel. Concurrent calls are ordered by arrival, and the order must be
 /// the same on all ranks.
@@ -138,27 +129,26 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// Whether all_reduce() takes such a CPU tensor.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
   /// On the channel or the hierarchy. `what` names it in errors.
-  c10::intrusive_ptr<SlicedWork> all_reduce(const std::string& what, const at::Tensor& tensor,
-                                            c10d::ReduceOp::RedOpType op);
+  HostChannel::WorkPtr all_reduce(HostCall call, const at::Tensor& tensor,
+                                  c10d::ReduceOp::RedOpType op);
   /// The channel between ranks that share memory.
   /// @throws Error after the backend has ended.
   std::shared_ptr<HostChannel> channel() const;
-  /// A collective has failed: abandons sums in flight between hosts.
+  /// A collective has failed elsewhere: abandons what is in flight in shared memory.
   void give_up(const std::string& why) noexcept;
   /// shutdown(); for `may_be_stuck` see end_elsewhere().
   void end(bool may_be_stuck);
 
  private:
-  c10::intrusive_ptr<BackendWork> begin(c10d::OpType type, const char* title,
-                                        std::chrono::milliseconds timeout, const Tensors& inputs,
-                                        Tensors outputs);
+  template <typename CallOptions>
+  HostCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
+                 Tensors outputs);
   bool in_memory(const Tensors& tensors) const;
   Tensors list_of_root(const std::vector<Tensors>& lists, int64_t root, const char* what) const;
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
   const bool shares_memory_, sums_by_host_;
-  const std::shared_ptr<BackendWorks> works_;
   std::atomic<uint64_t> issued_{0};
   /// As set by setTimeout().
   std::atomic<std::chrono::milliseconds> timeout_{c10d::kUnsetTimeout};

@@ -3,91 +3,51 @@
 
 /// Collectives between processes of one host, over shared memory.
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "transport/futex_event.h"
 #include "transport/host_memory.h"
-#include "transport/sliced_work.h"
+#include "transport/host_queue.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {
 
 // Note [Sums in shared memory]
 //
-// Ranks number their collectives, and all ranks issue the same ones in the same order. A rank that
-// issues number k puts its message where its peers can read it, describes it in slot k of a ring,
-// and publishes it with `posted` = k + 1. A rank that finds number k posted by all ranks does its
-// part:
+// Ranks number their collectives, and all ranks issue the same ones in the same order. A rank runs
+// them one after the other:
 //
-// - A large all-reduce is cut into shares. The rank that claims a share sums it in rank order,
-//   directly from all messages, and writes the sum over the same share of all messages. No other
-//   rank reads or writes that share, so one pass over memory is enough. When all shares are done,
-//   the messages hold the result.
-// - For every other collective, each rank copies what it needs.
-//
-// There is no thread. A rank claims shares when it issues, polls or waits for a collective: first
-// the shares of its own part of the message, then, while it waits, also the shares of other ranks.
-// So a rank that is busy computing after it has posted delays no peer, because waiting ranks do its
-// part.
+// - It puts its message where its peers can read it, describes it in a slot, and publishes it with
+//   `posted`. Then it waits until all ranks have posted, and compares the descriptions.
+// - In a large all-reduce it claims its part, sums it in rank order over all messages, and writes
+//   the sum over the same part of all messages. No other rank reads or writes that part, so one
+//   pass over memory is enough. It publishes that with `done`. When all parts are done, the
+//   messages hold the result. A rank that waits also claims small parts of others: to wake a
+//   sleeping rank takes longer than to sum its part.
+// - In every other collective it copies or sums what it needs.
 //
 // A message in shared memory is summed in place. Any other message is copied to shared memory and
-// back, except for its rank's own part. That part stays in private memory, where only its rank can
-// sum it. When the rank stops working on the collective, it also copies this part, so that its
-// peers can sum it.
+// back, except for this rank's part, which stays where only its rank can sum it.
 //
-// The order in which shares are done does not affect the result. A slot of the ring is reused when
-// all ranks have finished with the collective in it. A collective issued before that is posted
-// later, by the rank's next call on the channel. Issuing does not wait for the slot, since the slot
-// may become free only after this rank has issued a collective in another channel. A message and
-// its memory are kept alive as long as peers may read or write there.
-//
-// Waiting spins for some microseconds if there are at least as many processors as ranks, and then
-// sleeps until the futex event is notified. Sleeps are short, and between two sleeps a rank checks
-// whether the peers that it waits for are still running. While it waits in one channel, it also
-// advances the other channels of its process, since two ranks may wait for each other in two
-// different channels.
-
-class HostChannel;
-struct HostOperation;
-enum class HostKind : uint8_t;
-
-/// A collective of a HostChannel. It makes progress while it is polled or waited for.
-class HostWork final : public SlicedWork {
- public:
-  HostWork(std::shared_ptr<HostChannel> channel, std::shared_ptr<HostOperation> operation);
-  /// Does not block, but may do this rank's part.
-  bool isCompleted() override;
-  /// @throws Error if a peer has exited, has reported a failure, or is in another collective, or on
-  ///         timeout.
-  bool wait_for(std::chrono::milliseconds slice) override;
-  /// Sets the time to complete from now on, instead of the channel's timeout.
-  void within(std::chrono::milliseconds timeout);
-  /// Copies this rank's part to shared memory for its peers, as the destructor does.
-  void leave() override;
-  ~HostWork() override;
-
- private:
-  const std::shared_ptr<HostChannel> channel_;
-  const std::shared_ptr<HostOperation> operation_;
-  std::chrono::milliseconds timeout_;
-  std::optional<std::chrono::steady_clock::time_point> deadline_;
-};
+// Two slots are enough. A rank posts a collective when it has finished the one before. So when all
+// ranks have posted it, none uses the slots and copies of earlier ones. The slot and the copy of
+// the one before last are reused without waiting.
 
 /// Collectives between the ranks of one host; see Note [Sums in shared memory]. Thread safe.
 class HostChannel : public std::enable_shared_from_this<HostChannel> {
  public:
   using WorkPtr = c10::intrusive_ptr<HostWork>;
+  using JobPtr = std::shared_ptr<HostJob>;
 
   struct Peer {
     std::shared_ptr<PeerMemory> memory;  ///< null for this rank
@@ -107,7 +67,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vector<Peer> peers,
               std::chrono::milliseconds timeout);
 
-  /// Peers that wait for this rank are notified that it has left.
+  /// Called when all collectives are over. Peers that wait for this rank are notified that it has
+  /// left.
   ~HostChannel();
   HostChannel(const HostChannel&) = delete;
   HostChannel& operator=(const HostChannel&) = delete;
@@ -116,128 +77,112 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   static bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
 
   /// Issue a collective. Tensors are contiguous, on the CPU, and must not change until it has
-  /// completed. `what` names it in errors. None of these functions waits for other ranks.
+  /// completed. None of these functions waits for other ranks.
   /// @throws Error if the channel has failed before, or in a process forked since its construction.
-  WorkPtr all_reduce(const std::string& what, const at::Tensor& tensor,
-                     c10d::ReduceOp::RedOpType op);
+  WorkPtr all_reduce(HostCall call, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
   /// Sends `parts` as one message. `changed` has one entry per part and outlives the call. If
   /// given, a part is written, and its entry set, only if its bytes differ from the root's.
-  WorkPtr broadcast(const std::string& what, std::vector<at::Tensor> parts, int64_t root,
+  WorkPtr broadcast(HostCall call, std::vector<at::Tensor> parts, int64_t root,
                     std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
   /// Gathers `share` of every rank, in rank order, into one tensor or into one tensor per rank.
-  WorkPtr all_gather(const std::string& what, std::vector<at::Tensor> gathered,
-                     const at::Tensor& share);
+  WorkPtr all_gather(HostCall call, std::vector<at::Tensor> gathered, const at::Tensor& share);
   /// all_gather() on rank `root` only; the other ranks pass no `gathered`.
-  WorkPtr gather(const std::string& what, std::vector<at::Tensor> gathered, const at::Tensor& share,
+  WorkPtr gather(HostCall call, std::vector<at::Tensor> gathered, const at::Tensor& share,
                  int64_t root);
   /// Sends each rank its share of the root's `sent` (shaped like `gathered` above); other ranks
   /// pass none.
-  WorkPtr scatter(const std::string& what, const at::Tensor& received,
-                  const std::vector<at::Tensor>& sent, int64_t root);
+  WorkPtr scatter(HostCall call, const at::Tensor& received, const std::vector<at::Tensor>& sent,
+                  int64_t root);
   /// As all_reduce(), but only rank `root` gets the result. Other ranks' tensors are unchanged.
-  WorkPtr reduce(const std::string& what, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
+  WorkPtr reduce(HostCall call, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
                  int64_t root);
   /// Gives each rank its share of the sum of `sent` (shaped like `gathered` above).
-  WorkPtr reduce_scatter(const std::string& what, const at::Tensor& received,
+  WorkPtr reduce_scatter(HostCall call, const at::Tensor& received,
                          const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
   /// Numbers of rows (first dimension) per rank; empty lists mean equal shares.
-  WorkPtr all_to_all(const std::string& what, const at::Tensor& received, const at::Tensor& sent,
+  WorkPtr all_to_all(HostCall call, const at::Tensor& received, const at::Tensor& sent,
                      const std::vector<int64_t>& received_numel,
                      const std::vector<int64_t>& sent_numel);
 
+  /// Issues a job that is made of the channel's jobs, which it advances in the same order on all
+  /// ranks.
+  WorkPtr issue(HostCall call, JobPtr job) {
+    return queue_->issue(std::move(call), std::move(job));
+  }
+  /// The job of all_reduce().
+  JobPtr summing(const std::string& what, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
+  /// The job that gives each rank the parts of all, which may differ in size.
+  JobPtr gathering(const std::string& what, std::vector<at::Tensor> parts);
+
   /// Notifies waiting peers that this rank cannot continue, for a reason outside the channel.
-  void give_up(const std::string& why) noexcept;
+  void give_up(const std::string& why) noexcept { queue_->fail(why); }
+  bool has_failed() { return queue_->has_failed(); }
+  bool is_own() const { return queue_->is_own(); }
+  /// Waits until all collectives that have been issued are over.
+  void drain() { queue_->drain(); }
 
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 
  private:
-  friend class HostWork;
-  friend struct HostOperation;
-  friend void advance_host_channels();
+  enum class Kind : uint8_t {
+    kSumWhole,
+    kSumParts,
+    kBroadcast,
+    kAllGather,
+    kAllToAll,
+    kGather,
+    kScatter,
+    kReduce,
+    kReduceScatter,
+  };
   struct Control;
-  struct Common;
   struct Message;
+  struct Operation;
   static constexpr size_t kCacheLine = 64;
-  static constexpr uint64_t kRing = 256;
-  static constexpr int kShares = 64;  ///< maximum per all-reduce
-  static constexpr uint8_t kDone = 0x80;
   enum class End : uint32_t { kNone, kFailed, kLeft };
-  using Operation = HostOperation;
-  using Lock = std::unique_lock<std::mutex>;
-  class Held;
+  using OperationPtr = std::shared_ptr<Operation>;
 
-  // Issue collectives: host_channel.cpp.
-  HostPlace stage(Operation& operation, size_t bytes);
-  HostPlace stage_copy(Operation& operation, const std::vector<at::Tensor>& parts);
+  // Describe collectives: host_channel.cpp.
+  OperationPtr describe(const std::string& what, Kind kind, const at::Tensor& each, int64_t root);
+  OperationPtr describe_reduction(const std::string& what, Kind kind, const at::Tensor& received,
+                                  std::vector<at::Tensor> sent, c10d::ReduceOp::RedOpType op,
+                                  int64_t root);
   void require_shares(const std::string& what, const std::vector<at::Tensor>& of,
                       const at::Tensor& each) const;
-  WorkPtr issue_gather(const std::string& what, HostKind kind, std::vector<at::Tensor> gathered,
-                       const at::Tensor& share, int64_t root);
-  WorkPtr issue_reduce(const std::string& what, HostKind kind, const at::Tensor& received,
-                       const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op,
-                       int64_t root);
-  static Message describe(HostKind kind, const at::Tensor& each, int64_t root);
-  WorkPtr post(std::shared_ptr<Operation> operation, Message message);
-  HostChannel& in_this_process();
-  void require_usable() const;
 
-  // Make progress: host_channel_parts.cpp.
-  void post_issued();
-  void advance(bool helps = false);
-  static bool advance_others(const HostChannel* but);
-  void begin(Operation& operation);
-  void check_messages(const Operation& operation);
-  void read_messages(Operation& operation);
-  void take_message(Operation& operation, const std::vector<char*>& from);
-  static void take_parts(const Operation& operation, const char* message);
-  void sum_whole(const Operation& operation, const std::vector<char*>& from) const;
+  // Run them: host_channel_run.cpp. Called by one thread at a time.
+  bool advance(Operation& operation, std::chrono::microseconds spin);
+  void post(Operation& operation);
+  HostPlace stage_message(Operation& operation);
+  bool all_have(std::atomic<uint64_t> Control::* reached, Operation& operation,
+                std::chrono::microseconds spin) const;
+  void check_messages(const Operation& operation) const;
   void find_messages(Operation& operation);
-  void sum_shares(Operation& operation, bool helps);
-  void sum_share(int share, const Operation& operation) const;
+  void do_part(Operation& operation);
+  void sum_parts(const Operation& operation, bool helps) const;
+  void sum_part(const Operation& operation, int64_t begin, int64_t end) const;
+  void take_parts(const Operation& operation, const char* message) const;
+  void take_shares(const Operation& operation) const;
   void take_result(const Operation& operation) const;
-  void hand_over(Operation& operation);
-  bool finish(Operation& operation, bool in_order);
-  void complete(Operation& operation);
-
-  // Look up state of messages and shares.
-  const Message& message_of(int rank, uint64_t number) const;
-  bool all_posted(uint64_t number) const;
-  bool all_finished(uint64_t number) const;
-  bool keeps_part(int rank, const Operation& operation) const;
-  int shares_of(const Operation& operation) const;
-  bool all_shares_done(const Operation& operation) const;
+  const Message& message_of(int rank, const Operation& operation) const;
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
-
-  // Wait: host_channel_wait.cpp.
-  bool wait(Lock& lock, const std::function<bool()>& done, const Operation& operation,
-            std::chrono::steady_clock::time_point until);
-  std::vector<int> waited_for(const Operation& operation) const;
-  void check_ends(const Operation& operation, bool processes = false);
+  std::vector<int> awaited(const Operation& operation) const;
+  void check_ranks(const Operation& operation, bool processes) const;
   std::string ended_process() const;
   std::string describe_ended(int peer) const;
   std::string name_of(int peer) const;
-  void tell_end(End end) noexcept;
-  [[noreturn]] void fail(const std::string& why);
+  void tell_end(End end, const std::string& why) noexcept;
 
   const int rank_;
   const int size_;
-  const std::chrono::milliseconds timeout_;
   const std::shared_ptr<HostMemory> memory_;
-  const int64_t pid_;
-  bool spins_ = false;
-
-  mutable std::mutex mutex_;  ///< guards all below; not held while this thread sleeps
+  const std::shared_ptr<HostQueue> queue_;
   std::vector<Peer> peers_;
   std::vector<Control*> controls_;  ///< by rank
-  Common* common_ = nullptr;        ///< in rank 0's memory
+  FutexEvent* event_ = nullptr;     ///< in rank 0's memory
   uint64_t next_ = 0;
-  std::deque<std::shared_ptr<Operation>> pending_;  ///< in order; kept while peers may use them
-  std::string failure_;
-  std::vector<at::Tensor> released_;  ///< see Held
+  std::shared_ptr<char> staged_[2];  ///< the copies that peers read, by slot
 };
-
-/// Advances the collectives in flight of this process, for callers that wait elsewhere.
-void advance_host_channels();
 
 }  // namespace apex::parallel

@@ -78,7 +78,7 @@ template <Op op, typename Stored>
 void combine_as(int64_t numel, const std::vector<const char*>& from, const std::vector<char*>& to) {
   const int64_t blocks = (numel + kBlock - 1) / kBlock;
   const auto part = [&](int64_t first, int64_t end) {
-    // Any rank may sum a share, and every rank sums small messages.
+    // Each rank sums its part, and every rank sums small messages.
     const DefaultFloatingPointMode mode;
     for (int64_t block = first; block < end; ++block) {
       const int64_t begin = block * kBlock;

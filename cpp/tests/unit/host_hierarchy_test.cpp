@@ -37,6 +37,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::seconds;
+using Clock = std::chrono::steady_clock;
 using testing::check;
 using testing::HostMessage;
 using testing::Places;
@@ -190,7 +191,7 @@ void expect_done(const std::vector<Outcome>& outcomes) {
 at::Tensor message_of(Rank& self, const HostMessage& one) {
   const at::Tensor mine = values(one, self.rank);
   if (!one.in_shared || at::isComplexType(one.dtype)) return mine;
-  at::Tensor shared = self.hierarchy->allocate(one.numel, mine.options());
+  at::Tensor shared = self.hierarchy->host().allocate(one.numel, mine.options());
   shared.copy_(mine);
   return shared;
 }

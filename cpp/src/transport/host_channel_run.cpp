@@ -1,0 +1,403 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include <apex/error.h>
+
+#include "plain_text.h"
+#include "transport/host_channel.h"
+#include "transport/host_protocol.h"
+#include "transport/host_sum.h"
+
+// Runs a collective, and detects peers that have failed.
+
+namespace apex::parallel {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+/// How long a thread that waits spins for ranks that do their parts of a sum.
+constexpr microseconds kSpinForParts{100};
+/// Largest part that a waiting rank sums for another one.
+constexpr int64_t kHelpBytes = int64_t{256} << 10;
+
+/// Claims grow with the collectives, so that they are never reset.
+constexpr uint64_t kClaims = 128;
+uint64_t claim_of(uint64_t number, int rank) {
+  return (number + 1) * kClaims + static_cast<uint64_t>(rank);
+}
+
+const char* text_of(c10d::ReduceOp::RedOpType op) {
+  static constexpr const char* kNames[] = {"sum",     "average",     "product",    "minimum",
+                                           "maximum", "bitwise and", "bitwise or", "bitwise xor"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "another operation";
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
+
+}  // namespace
+
+/// See Note [Sums in shared memory].
+bool HostChannel::advance(Operation& operation, microseconds spin) {
+  using Phase = Operation::Phase;
+  if (operation.phase == Phase::kIssued) {
+    post(operation);
+    operation.phase = Phase::kPosted;
+  }
+  if (operation.phase == Phase::kPosted) {
+    if (!all_have(&Control::posted, operation, spin)) return false;
+    APEX_HOST_STEP("all are here");
+    check_messages(operation);
+    const bool by_parts = operation.message.kind == Kind::kSumParts;
+    // If other ranks have done all parts, they may have exited since.
+    if (!by_parts || !all_have(&Control::done, operation, microseconds(0))) {
+      find_messages(operation);
+      APEX_HOST_STEP("messages mapped");
+      do_part(operation);
+    }
+    if (!by_parts) {
+      // A message outside the first block is mapped when it is first read, which requires that its
+      // owner is alive.
+      bool meets_again = false;
+      for (int peer = 0; peer < size_; ++peer)
+        meets_again = meets_again || message_of(peer, operation).place.block != 0;
+      if (!meets_again) return true;
+      controls_[rank_]->done.store(operation.number + 1);
+      APEX_HOST_STEP("done");
+      event_->notify();
+    }
+    operation.phase = Phase::kDone;
+  }
+  if (spin.count() > 0) {
+    spin = kSpinForParts;
+    if (operation.message.kind == Kind::kSumParts) sum_parts(operation, /*helps=*/true);
+  }
+  if (!all_have(&Control::done, operation, spin)) return false;
+  APEX_HOST_STEP("all are done");
+  take_result(operation);
+  staged_[operation.number % 2].reset();
+  return true;
+}
+
+void HostChannel::post(Operation& operation) {
+  operation.number = next_++;
+  const HostPlace place = stage_message(operation);
+  operation.message.place = place;
+  const auto& [own, to] = operation.own;
+  if (own.defined() && own.numel() > 0)  // source and destination may overlap
+    std::memmove(to.mutable_data_ptr(), own.const_data_ptr(), own.nbytes());
+  APEX_HOST_STEP("message written");
+  Control& mine = *controls_[rank_];
+  mine.slots[operation.number % 2] = operation.message;
+  APEX_HOST_STEP("described");
+  mine.posted.store(operation.number + 1);
+  APEX_HOST_STEP("posted");
+  event_->notify();
+}
+
+/// Puts the message where peers can read it. Prefers the first block, which all peers have mapped,
+/// so that it stays readable after this process has exited.
+HostPlace HostChannel::stage_message(Operation& operation) {
+  if (operation.sent.empty()) return {};
+  const bool by_parts = operation.message.kind == Kind::kSumParts;
+  size_t bytes = 0;
+  for (const at::Tensor& part : operation.sent) bytes += part.nbytes();
+  if (by_parts) {
+    const auto place = memory_->place_of(operation.output.const_data_ptr(), bytes);
+    if (place) return *place;
+  }
+  std::shared_ptr<char>& staged = staged_[operation.number % 2];
+  staged.reset();
+  staged = memory_->allocate(bytes, /*in_first=*/true);
+  if (!staged) staged = memory_->allocate(bytes);
+  operation.copied = true;
+  operation.message.keeps_part = by_parts;
+  char* to = staged.get();
+  if (by_parts) {
+    const char* const data = data_of(operation.output);
+    const auto [begin, end] = part_of(rank_, static_cast<int64_t>(bytes));
+    copy_bytes(to, data, static_cast<size_t>(begin));
+    copy_bytes(to + end, data + end, bytes - static_cast<size_t>(end));
+  } else {
+    for (const at::Tensor& part : operation.sent) {
+      copy_bytes(to, part.const_data_ptr(), part.nbytes());
+      to += part.nbytes();
+    }
+  }
+  return *memory_->place_of(staged.get(), bytes);
+}
+
+/// Whether all ranks have reached this point of the collective.
+bool HostChannel::all_have(std::atomic<uint64_t> Control::* reached, Operation& operation,
+                           microseconds spin) const {
+  const bool spins = spin.count() > 0;
+  const Clock::time_point until = spins ? Clock::now() + spin : Clock::time_point();
+  for (;;) {
+    // Read the count first: a change after this point increments it.
+    operation.seen = event_->count();
+    if (std::all_of(controls_.begin(), controls_.end(),
+                    [&](const Control* one) { return (one->*reached).load() > operation.number; }))
+      return true;
+    if (!spins || Clock::now() >= until) return false;
+    for (int i = 0; i < 32; ++i) relax();
+  }
+}
+
+const HostChannel::Message& HostChannel::message_of(int rank, const Operation& operation) const {
+  return controls_[rank]->slots[operation.number % 2];
+}
+
+void HostChannel::check_messages(const Operation& operation) const {
+  const Message& mine = operation.message;
+  for (int peer = 0; peer < size_; ++peer) {
+    const Message& other = message_of(peer, operation);
+    const bool same_name = std::strncmp(other.what, mine.what, sizeof(mine.what)) == 0;
+    const bool same_message = other.dtype == mine.dtype && other.numel == mine.numel &&
+                              other.op == mine.op && other.root == mine.root;
+    if (same_name && same_message && other.kind == mine.kind) continue;
+    std::string text = "the ranks are in different collectives: " + name_of(rank_) +
+                       " is in: " + operation.what + ", while " + name_of(peer) + " is in: " +
+                       std::string(other.what, ::strnlen(other.what, sizeof(other.what)));
+    if (same_name && !same_message) {
+      const auto details = [](const Message& message) {
+        return std::to_string(message.numel) + " elements of " + c10::toString(message.dtype) +
+               ", " + text_of(message.op) + ", root " + std::to_string(message.root);
+      };
+      text += " (here " + details(mine) + "; there " + details(other) + ")";
+    }
+    throw Error(text);
+  }
+}
+
+void HostChannel::find_messages(Operation& operation) {
+  const Kind kind = operation.message.kind;
+  const int root = operation.message.root;
+  const bool one_reader = kind == Kind::kGather || kind == Kind::kReduce;
+  const bool one_source = kind == Kind::kBroadcast || kind == Kind::kScatter;
+  operation.messages.assign(static_cast<size_t>(size_), nullptr);
+  if (one_reader && root != rank_) return;
+  for (int peer = 0; peer < size_; ++peer) {
+    char*& message = operation.messages[static_cast<size_t>(peer)];
+    if (one_source && peer != root) continue;
+    if (peer == rank_) {
+      message = operation.copied ? staged_[operation.number % 2].get() : data_of(operation.output);
+      continue;
+    }
+    try {
+      message = peers_[peer].memory->at(message_of(peer, operation).place);
+    } catch (const std::exception& error) {
+      // Most likely because the owner of the memory has exited.
+      const std::string ended = ended_process();
+      throw Error(ended.empty() ? error.what() : ended);
+    }
+  }
+}
+
+/// Copies or sums what this rank needs, or its part.
+void HostChannel::do_part(Operation& operation) {
+  const at::Tensor& output = operation.output;
+  const std::vector<char*>& from = operation.messages;
+  const int root = operation.message.root;
+  const bool reads = from[static_cast<size_t>(root)] != nullptr;
+  char* const out = output.defined() ? data_of(output) : nullptr;
+  const size_t bytes = output.defined() ? output.nbytes() : 0;
+  switch (operation.message.kind) {
+    case Kind::kSumParts:
+      sum_parts(operation, /*helps=*/false);
+      break;
+    case Kind::kSumWhole:
+    case Kind::kReduce:
+    case Kind::kReduceScatter: {
+      if (!reads) break;
+      const bool by_shares = operation.message.kind == Kind::kReduceScatter;
+      std::vector<const char*> shares;
+      for (const char* message : from)
+        shares.push_back(message + (by_shares ? bytes * static_cast<size_t>(rank_) : 0));
+      combine(operation.message.op, output.scalar_type(), output.numel(), shares, {out});
+      break;
+    }
+    case Kind::kBroadcast:
+      if (root != rank_) take_parts(operation, from[static_cast<size_t>(root)]);
+      break;
+    case Kind::kScatter:  // the root has its share already
+      if (root != rank_)
+        copy_bytes(out, from[static_cast<size_t>(root)] + bytes * (rank_ - (rank_ > root)), bytes);
+      break;
+    case Kind::kAllGather:
+    case Kind::kGather:
+      for (size_t peer = 0; reads && peer < from.size(); ++peer) {
+        const bool one = operation.parts.size() == 1;
+        const at::Tensor& to = operation.parts[one ? 0 : peer];
+        const size_t share = to.nbytes() / (one ? from.size() : 1);
+        copy_bytes(data_of(to) + (one ? share * peer : 0), from[peer], share);
+      }
+      break;
+    case Kind::kAllToAll:
+      take_shares(operation);
+      break;
+  }
+}
+
+/// Sums this rank's part, and with `helps` small parts that no rank has claimed.
+void HostChannel::sum_parts(const Operation& operation, bool helps) const {
+  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
+  for (int i = 0; i < (helps ? size_ : 1); ++i) {
+    const int owner = (rank_ + i) % size_;
+    const auto [begin, end] = part_of(owner, bytes);
+    if (owner != rank_ && (end - begin > kHelpBytes || message_of(owner, operation).keeps_part))
+      continue;
+    Control& control = *controls_[static_cast<size_t>(owner)];
+    uint64_t before = control.claimed.load();
+    if (before >= claim_of(operation.number, 0) ||
+        !control.claimed.compare_exchange_strong(before, claim_of(operation.number, rank_)))
+      continue;
+    APEX_HOST_STEP("claimed");
+    sum_part(operation, begin, end);
+    APEX_HOST_STEP("summed");
+    control.done.store(operation.number + 1);
+    APEX_HOST_STEP("part done");
+    event_->notify();
+  }
+}
+
+/// Sums this byte range of all messages, and writes it to all of them.
+void HostChannel::sum_part(const Operation& operation, int64_t begin, int64_t end) const {
+  const at::Tensor& tensor = operation.output;
+  std::vector<char*> at;
+  for (char* message : operation.messages) at.push_back(message + begin);
+  if (operation.copied && part_of(rank_, static_cast<int64_t>(tensor.nbytes())).first == begin)
+    at[static_cast<size_t>(rank_)] = data_of(tensor) + begin;
+  combine(operation.message.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
+          {at.begin(), at.end()}, at);
+}
+
+/// Of a broadcast.
+void HostChannel::take_parts(const Operation& operation, const char* message) const {
+  for (size_t i = 0; i < operation.parts.size(); ++i) {
+    const at::Tensor& part = operation.parts[i];
+    char* const to = data_of(part);
+    const size_t bytes = part.nbytes();
+    const bool differs = bytes > 0 && (!operation.changed || std::memcmp(to, message, bytes) != 0);
+    if (differs) copy_bytes(to, message, bytes);
+    if (operation.changed) (*operation.changed)[i] = static_cast<uint8_t>(differs);
+    message += bytes;
+  }
+}
+
+/// Of an all-to-all.
+void HostChannel::take_shares(const Operation& operation) const {
+  char* out = data_of(operation.output);
+  for (int peer = 0; peer < size_; ++peer) {
+    const char* const message = operation.messages[static_cast<size_t>(peer)];
+    const auto* lengths = reinterpret_cast<const int64_t*>(message);
+    const char* data = message + sizeof(int64_t) * static_cast<size_t>(size_);
+    for (int before = 0; before < rank_; ++before) data += before == peer ? 0 : lengths[before];
+    const int64_t expected = operation.received[static_cast<size_t>(peer)];
+    if (lengths[rank_] != expected) {
+      throw Error(operation.what + ": " + name_of(peer) + " sends " +
+                  std::to_string(lengths[rank_]) + " bytes, but this rank expects " +
+                  std::to_string(expected));
+    }
+    if (peer != rank_) copy_bytes(out, data, static_cast<size_t>(expected));
+    out += expected;
+  }
+}
+
+/// Copies the sum of parts back, except for this rank's.
+void HostChannel::take_result(const Operation& operation) const {
+  if (operation.message.kind != Kind::kSumParts || !operation.copied) return;
+  char* const data = data_of(operation.output);
+  const char* const copy = operation.messages[static_cast<size_t>(rank_)];
+  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
+  const auto [begin, end] = part_of(rank_, bytes);
+  copy_bytes(data, copy, static_cast<size_t>(begin));
+  copy_bytes(data + end, copy + end, static_cast<size_t>(bytes - end));
+}
+
+/// Byte range [begin, end) of a message that belongs to a rank, in whole cache lines.
+std::pair<int64_t, int64_t> HostChannel::part_of(int rank, int64_t bytes) const {
+  const auto line = static_cast<int64_t>(kCacheLine);
+  const int64_t part = (bytes / size_ + line - 1) / line * line;
+  return {std::min(bytes, part * rank),
+          rank + 1 == size_ ? bytes : std::min(bytes, part * (rank + 1))};
+}
+
+// --- peers that have failed ---
+
+/// The ranks that `operation` waits for.
+std::vector<int> HostChannel::awaited(const Operation& operation) const {
+  const bool met = operation.phase == Operation::Phase::kDone;
+  std::vector<int> ranks;
+  for (int peer = 0; peer < size_; ++peer) {
+    const Control& control = *controls_[static_cast<size_t>(peer)];
+    if ((met ? control.done : control.posted).load() > operation.number) continue;
+    const uint64_t claimed = control.claimed.load();
+    const bool by_other = met && claimed >= claim_of(operation.number, 0);
+    ranks.push_back(by_other ? static_cast<int>(claimed % kClaims) : peer);
+  }
+  return ranks;
+}
+
+void HostChannel::check_ranks(const Operation& operation, bool processes) const {
+  for (const int peer : awaited(operation)) {
+    std::string end;
+    switch (controls_[peer]->end.load()) {
+      case End::kNone:
+        break;
+      case End::kFailed:
+        end = name_of(peer) + " reports: " + controls_[peer]->why;
+        break;
+      case End::kLeft:
+        end = name_of(peer) + " has left the group";
+        break;
+    }
+    const auto& process = peers_[peer].process;
+    if (end.empty() && processes && process && state_of(*process) == ProcessState::kEnded)
+      end = describe_ended(peer);
+    if (end.empty()) continue;
+    // It may have arrived just before it ended.
+    const std::vector<int> still = awaited(operation);
+    if (std::find(still.begin(), still.end(), peer) != still.end()) throw Error(end);
+  }
+}
+
+/// The first peer whose process has ended, in words, or "".
+std::string HostChannel::ended_process() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    const auto& process = peers_[peer].process;
+    if (peer != rank_ && process && state_of(*process) == ProcessState::kEnded)
+      return describe_ended(peer);
+  }
+  return {};
+}
+
+std::string HostChannel::describe_ended(int peer) const {
+  return name_of(peer) + " has ended (process " + std::to_string(peers_[peer].process->pid) + ")";
+}
+
+std::string HostChannel::name_of(int peer) const {
+  const int named = peers_[peer].named;
+  return "rank " + std::to_string(named < 0 ? peer : named);
+}
+
+/// Publishes how this rank has ended; peers check it only while they wait for this rank.
+void HostChannel::tell_end(End end, const std::string& why) noexcept {
+  Control& mine = *controls_[rank_];
+  copy_bytes(mine.why, why.data(), character_before(why, sizeof(mine.why) - 1));
+  mine.end.store(end);
+  event_->notify();
+}
+
+}  // namespace apex::parallel
