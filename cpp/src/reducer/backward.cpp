@@ -431,8 +431,9 @@ void Backward::remember_reduced() {
   for (size_t i = 0; i < plan().places.size(); ++i) {
     Parameter& parameter = context_.parameters[i];
     parameter.touched = false;
+    if (!remembers || !plan().places[i].is_planned()) continue;
     const at::Tensor& grad = parameter.variable.grad();
-    if (!remembers || !grad.defined() || !plan().places[i].is_planned()) continue;
+    if (!grad.defined()) continue;
     parameter.reduced =
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(grad.getIntrusivePtr());
     parameter.reduced_version = grad._version();
