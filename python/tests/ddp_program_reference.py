@@ -189,7 +189,7 @@ class Reference:
         for name, parameter in net.named_parameters():
             row = self.local.get(parameter)
             expected = None if row is None else row[rank]
-            if expected is not None and not expected.isfinite().all():
+            if expected is not None and not expected.to(parameter.dtype).isfinite().all():
                 continue  # a model whose values overflow its dtype
             allowed = max(tolerance, TOLERANCE.get(parameter.dtype, 0.0))
             # Of a bias before batch norm the gradient is zero but for rounding.

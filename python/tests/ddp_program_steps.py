@@ -166,6 +166,9 @@ class Steps:
             without("fails_locally", "give_up", "ahead")
         if args.get("clear") == "skip" or args.get("how") in ("each", "reversed"):
             without("give_up")
+        # As in torch, what no rank uses stays as it is: zeros on some ranks, None on others.
+        if args.get("clear") == "zeros" and args.get("inputs"):
+            without("give_up")
         # Weights of an accumulation that is given up are dropped by what its gradients show.
         used = [r for r in range(self.world) if all(self.uses(f, r) for f in forwards)]
         args["give_up"] = [rank for rank in args.get("give_up", []) if rank in used]
