@@ -62,8 +62,8 @@ struct ReducerState {
   std::atomic<bool> step_skipped{false};  ///< in the last synchronized backward
 };
 
-/// One synchronized backward. The phase is kRunning until send(), kEnding until complete(). If
-/// a function throws, the caller must call fail(). Not thread safe.
+/// One synchronized backward. The phase is kRunning until send(), then kEnding. If a function
+/// throws before the collectives are over, the caller must call fail(). Not thread safe.
 class Backward {
  public:
   Backward(ReducerState& state, BackwardPass pass, const BackwardSession& session);
@@ -72,7 +72,8 @@ class Backward {
 
   // While gradients are computed.
   void gradient_ready(size_t index);
-  /// This rank has no data under join(): launches zeros for all buckets but the last.
+  /// This rank has no data under join(): launches zeros for all buckets, except one that carries
+  /// the report.
   void launch_without_data();
 
   // When all gradients are computed.

@@ -32,7 +32,6 @@ StepReport StepReporter::report(ReasonToLeave left, bool failed) const {
   if (context_.options.weighted) report.weight = weight.value();
   // If the row is not read, it stays the same in most steps.
   if (!context_.reads_reports() && !context_.members.alone()) return report;
-  report.backward = context_.backward_number;
   report.facts = tracker.facts();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.join.active;

@@ -34,7 +34,7 @@ class StepReporter {
   ReportExchange exchange;
   bool wants_skip = false;       ///< skip_step() was called for this backward, or the next one
   bool keeps_gradients = false;  ///< under join(): a gradient was added to the last average
-  std::vector<bool> trainable;   ///< by parameter, when this backward began
+  std::vector<bool> trainable;   ///< by parameter, in this backward
 
   void backward_began(const BackwardPass& pass);
   /// Clears the requests that were for this backward only.

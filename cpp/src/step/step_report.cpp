@@ -15,7 +15,7 @@ namespace {
 
 /// The words of a row before the bits per parameter: used, then trainable.
 constexpr size_t kBits = sizeof(StepReport) / sizeof(int64_t);
-static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 11);  // no padding
+static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 10);  // no padding
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
 
@@ -214,8 +214,7 @@ std::string StepTable::describe_weights() const {
 std::string StepTable::why_refused(const Names& names) const {
   const std::string failed = names_of(reports_, &StepReport::failed);
   if (!failed.empty()) {
-    return "backward number " + std::to_string(of(0).backward) + " was ended by an exception on " +
-           failed +
+    return "this backward was ended by an exception on " + failed +
            ", so the gradients of this step are not averages over all ranks. Check the output of "
            "that rank; to continue, clear the gradients (zero_grad) on every rank and run the next "
            "step";

@@ -77,7 +77,6 @@ struct StepFacts {
 
 /// The row of one rank, without the bits per parameter. It is sent as it lies in memory.
 struct StepReport {
-  int64_t backward = 0;          ///< number of this synchronized backward, from 1
   bool failed = false;           ///< an exception ended it: the rank sent zeros for the rest
   bool skips = false;            ///< skip_step(): no rank may use a gradient of this backward
   bool without_data = false;     ///< under join(): the rank has run out of data

@@ -22,7 +22,6 @@ struct Row {
 std::vector<Row> rows(size_t ranks, size_t parameters = 3) {
   std::vector<Row> all(ranks);
   for (Row& row : all) {
-    row.report.backward = 7;
     row.report.facts.sample = 1;
     row.used.assign(parameters, 1);
     row.trainable.assign(parameters, true);
@@ -65,7 +64,6 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.non_finite = 129;
   report.weight = 0.1;
   const StepReport read = table_of(all).of(1);
-  EXPECT_EQ(read.backward, 7);
   EXPECT_TRUE(read.failed && read.without_data && read.facts.local && read.measured);
   EXPECT_FALSE(read.skips || read.compared || read.facts.stepped_locally || read.followed);
   EXPECT_EQ(read.facts.steps, 3);
@@ -111,7 +109,7 @@ TEST(StepReport, NothingToSay_IsNotRefused_AndNoDifference) {
 TEST(StepReport, RankThatFailed_IsNamed) {
   std::vector<Row> all = rows(3);
   all[2].report.failed = true;
-  expect_contains(refused(all), "backward number 7 was ended by an exception on rank 2");
+  expect_contains(refused(all), "this backward was ended by an exception on rank 2");
   EXPECT_TRUE(table_of(all).any_failed());
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DistributedDataParallel and Reducer, the Python side of the gradient reducer."""
+"""DistributedDataParallel, a module around the reducer of ``_engine.py``."""
 
 from __future__ import annotations
 

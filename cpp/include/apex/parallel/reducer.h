@@ -63,7 +63,7 @@ struct ReducerOptions : detail::ReducerInternals {
   double gradient_predivide_factor = 1.0;
 
   /// Promise that no parameter gets a gradient that had none in the first backward; such a gradient
-  /// is an error. [host waits]
+  /// is an error.
   bool static_graph = false;
 
   /// Allocate buckets from the backend's memory pool (NCCL: user buffer registration), or with a
@@ -150,9 +150,10 @@ struct ReducerStatistics {
 /// end together: if one of them throws, the others are still completed, and the first error is
 /// thrown.
 ///
-/// On devices other than the CPU, ranks read each other's reports only with check_steps,
-/// skip_failed_steps, weighted or replica_check_every. Without these a failed rank sends NaN
-/// instead of zeros, and the ranks do not notice that they have frozen different parameters.
+/// On devices other than the CPU, ranks read each other's reports only in a join, and with
+/// check_steps, skip_failed_steps, weighted, replica_check_every or check_finite. Otherwise a
+/// failed rank sends NaN instead of zeros, and the ranks do not notice that they have frozen
+/// different parameters.
 ///
 /// Thread safety: hooks may run on any number of autograd threads. The member functions may be
 /// called from one thread at a time, not during backward unless they say so. Backwards of one
@@ -207,9 +208,9 @@ class APEX_API Reducer : public detail::ReducerControl {
   /// reduction ends with the outer backward. Tensors that do not require grad are ignored.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 
-  /// Whether a backward that starts now is synchronized. The setting is read when the first
-  /// gradient of a backward arrives. While off, gradients accumulate locally, and the next
-  /// synchronized backward reduces them. Default on. May be called at any time.
+  /// Whether a backward that starts now is synchronized. The setting is read when
+  /// backward reaches the first watched output. While off, gradients accumulate locally, and the
+  /// next synchronized backward reduces them. Default on. May be called at any time.
   void set_synchronizing(bool on);
   bool synchronizing() const;
 
