@@ -25,7 +25,8 @@ class Reducer:
         module_or_grads_list: a module, or tensors in (nested) lists and tuples. For a module, rank
             0's parameters are broadcast now, and ``reduce()`` averages its gradients. Tensors are
             averaged in place by ``reduce()``.
-        process_group: the processes that take part; default all.
+        process_group: the processes that take part; default all. Calls on one group need the same
+            order on every rank: a second thread needs a group of its own.
 
     Backward alone never communicates. Collective and blocking, as ``DistributedDataParallel``.
 
