@@ -96,3 +96,17 @@ def test_hook_that_is_interrupted_interrupts_backward(rank: int, world: int) -> 
         _loss(ddp, rank).backward()
     with raises(RuntimeError, "restart with a new process group"):
         _loss(ddp, rank).backward()
+
+
+@on_ranks(3)
+def test_error_about_the_gradients_of_one_rank_ends_the_step_on_all(rank: int, world: int) -> None:
+    """Hazard: the other ranks step with a sum that holds an old one of this rank."""
+    ddp = DistributedDataParallel(build(), process_group=_group(), gradient_average=False)
+    _loss(ddp, rank).backward()
+    if rank != 1:
+        ddp.zero_grad()
+    said = "still held the gradient" if rank == 1 else "was ended by an exception on rank 1"
+    with raises(RuntimeError, f"rank {rank}", said):
+        _loss(ddp, rank).backward()
+    ddp.zero_grad()
+    _loss(ddp, rank).backward()

@@ -195,3 +195,22 @@ def test_weighted_mean_is_of_all_ranks(rank: int, world: int) -> None:
     check(not mean.requires_grad, "a gradient")
     check(torch.allclose(mean, alone), f"{mean} and {alone}")
     check_equal(ddp.weighted_mean(torch.tensor(1 + rank)).item(), 1.0, "mean of integers")
+
+
+@on_ranks(2)
+def test_weighted_gradients_cleared_in_an_accumulation_do_not_count(rank: int, world: int) -> None:
+    """Also where backward reaches no output of the wrapper: the first gradient shows it."""
+    for form in ("call", "module", "inputs"):
+        ddp = _ddp()
+        forward = ddp.module if form == "module" else ddp
+
+        def backward(forward: nn.Module = forward, ddp: Any = ddp, form: str = form) -> None:
+            loss = forward(torch.ones(2, 4)).sum()
+            loss.backward(inputs=list(ddp.parameters()) if form == "inputs" else None)
+
+        with ddp.no_sync(), ddp.weight(4):
+            backward()
+        ddp.zero_grad()
+        with ddp.weight(4):
+            backward()
+        check_equal(ddp.total_weight, 4.0 * world, f"{form}: total")

@@ -14,6 +14,7 @@ from amp_support import fresh_amp  # noqa: F401
 from ddp_support import forget_amp, on_ranks, raises
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex._internal import joining
@@ -43,6 +44,11 @@ def _overrides(name: str) -> Callable[[], Any]:
     return lambda: kind(nn.Linear(2, 2))
 
 
+def _checkpoints_alone() -> None:
+    wrapped, x = DDP(nn.Linear(2, 2)), torch.ones(1, 2, requires_grad=True)
+    checkpoint(wrapped.module, x, use_reentrant=True).sum().backward()
+
+
 def _joins_with(layer: nn.Module) -> None:
     wrapped = DDP(nn.Sequential(layer, nn.Linear(2, 2)))
     with wrapped.join():
@@ -68,6 +74,9 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel.join() with SyncBatchNorm": lambda: _joins_with(SyncBatchNorm(2)),
     "DistributedDataParallel.join() with gradients kept between synchronized backwards": lambda: (
         _joins_with(nn.Linear(2, 2))
+    ),
+    "a backward that reaches a wrapper's parameters in a reentrant checkpoint before an output": (
+        _checkpoints_alone
     ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": lambda: Join(
         [DDP(nn.Linear(2, 2))]

@@ -205,6 +205,7 @@ void Backward::launch_absent(Plan& plan, const StepReport& report) {
 // --- all gradients are computed: this rank sends ---
 
 void Backward::send() {
+  if (!pass_.error.empty()) throw Error(pass_.error);  // the others learn it from the report
   context_.phase = Phase::kEnding;
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) return launch_rest(report);

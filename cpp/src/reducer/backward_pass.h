@@ -73,11 +73,10 @@ struct BackwardPass {
   void fail(std::string text) {
     if (error.empty()) error = std::move(text);
   }
-  /// Throws the error with the highest priority, if there is one: RankMismatch, Error or
+  /// Throws the error with the highest priority, if there is one: RankMismatch or
   /// NonFiniteGradient.
   void rethrow() const {
     if (!out_of_step.empty()) throw RankMismatch(out_of_step);
-    if (!error.empty()) throw Error(error);
     if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
   }
 };

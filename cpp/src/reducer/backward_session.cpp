@@ -77,7 +77,7 @@ BackwardSession::Reducers BackwardSession::all() {
   return alive;
 }
 
-std::shared_ptr<BackwardSession> BackwardSession::current() {
+std::shared_ptr<BackwardSession> BackwardSession::current(bool by_output) {
   const int task = torch::autograd::get_current_graph_task_id();
   std::shared_ptr<BackwardSession> session;
   {
@@ -88,6 +88,7 @@ std::shared_ptr<BackwardSession> BackwardSession::current() {
     session = sessions[task].lock();
     if (session) return session;
     session = std::make_shared<BackwardSession>();
+    session->by_output_ = by_output;
     sessions[task] = session;
   }
   torch::autograd::Engine::get_default_engine().queue_callback([session] { session->end(); });
@@ -115,7 +116,7 @@ BackwardSession::Reducers BackwardSession::newly_reached(
 void BackwardSession::reach(const std::shared_ptr<ReducerCore>& reached) {
   const auto* only = torch::autograd::get_current_graph_task_exec_info();
   if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
-  const auto session = current();
+  const auto session = current(/*by_output=*/true);
   const Reducers reducers = session->newly_reached(reached);
   for (const auto& one : reducers) one->own_parameters();
   for (const auto& one : reducers) one->begin(session);
@@ -140,6 +141,14 @@ void BackwardSession::end() {
   Reducers reducers;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    // An inner graph task ends while a node of the outer one is evaluated.
+    if (!by_output_ && !participants_.empty() && torch::autograd::get_current_node()) {
+      throw Error(
+          "apex: a backward that reaches a wrapper's parameters in a reentrant checkpoint before "
+          "an "
+          "output is not supported: call the wrapper, not its module, return from its forward what "
+          "the loss uses, or pass use_reentrant=False");
+    }
     reducers = std::exchange(participants_, {});
     undo_.clear();
   }

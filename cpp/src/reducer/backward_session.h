@@ -64,7 +64,8 @@ class OutOfStepElsewhere final : public RankMismatch {
 // Reentrant checkpointing runs segments of the model in inner graph tasks, whose callbacks would
 // run before the outer backward is done. So the first hook of this library that runs queues the
 // callback: normally the hook on the model's outputs (watch_outputs), which runs in the outer task;
-// the hook of a gradient only if backward did not reach a watched output.
+// the hook of a gradient only if backward did not reach a watched output. If that was in an inner
+// graph task, other segments may follow: such a backward is refused.
 //
 // The callback owns the session. If backward fails, the engine destroys its callbacks without
 // running them. The destructor of the session then makes every reducer abandon the backward, so
@@ -87,8 +88,8 @@ class BackwardSession {
   /// Called by autograd when a backward reaches an output of `reached`. Begins the backward for all
   /// reducers of the graph. This thread must not hold the lock of a reducer.
   static void reach(const std::shared_ptr<ReducerCore>& reached);
-  /// The session of the graph task that this thread runs.
-  static std::shared_ptr<BackwardSession> current();
+  /// The session of the graph task that this thread runs. `by_output`: the hook of an output asks.
+  static std::shared_ptr<BackwardSession> current(bool by_output = false);
 
   /// Adds `one` to the participants. Call it with the lock of the reducer held.
   void join(const std::shared_ptr<ReducerCore>& one);
@@ -109,6 +110,7 @@ class BackwardSession {
   Reducers newly_reached(const std::shared_ptr<ReducerCore>& reached);
 
   std::atomic<bool> several_{false};  ///< more than one participant
+  bool by_output_ = false;            ///< the hook of an output opened it
   std::mutex mutex_;                  ///< guards the rest
   std::unordered_set<const ReducerCore*> reached_;
   Reducers participants_;

@@ -217,10 +217,11 @@ void ReducerCore::own_parameters() {
 
 /// Resets weights if gradients were cleared during an accumulation, because their samples no longer
 /// count.
-void ReducerCore::forget_cleared_weights() {
-  if (!state_.reporter.weight.accumulates()) return;
+void ReducerCore::forget_cleared_weights(const Parameter* arrived) {
+  if (!context().options.weighted || !state_.reporter.weight.accumulates()) return;
   bool touched = false, kept = false;
   for (const Parameter& parameter : context().parameters) {
+    if (&parameter == arrived) continue;
     touched = touched || parameter.touched;
     kept = kept || (parameter.touched && parameter.variable.grad().defined());
   }
@@ -241,7 +242,7 @@ void ReducerCore::weigh_local_backward(BackwardSession& session) {
 void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   const Lock lock(context().mutex);
   if (in_backward(context().phase)) return;
-  if (context().options.weighted) forget_cleared_weights();
+  forget_cleared_weights();
   if (!synchronizing_.load()) {
     // Samples that reach a frozen discriminator are not one of its batches.
     if (context().options.weighted && context().parameters.trains_any())
@@ -285,6 +286,7 @@ void ReducerCore::gradient_ready(size_t index) {
   if (!parameter.variable.requires_grad()) return;  // frozen after its forward
   if (in_backward(context().phase)) return backward_->gradient_ready(index);
   // Backward did not reach a watched output.
+  forget_cleared_weights(&parameter);
   if (synchronizing_.load()) {
     begin_backward(BackwardSession::current());
     // This gradient is already accumulated, so its memory may be one that autograd still reads.

@@ -96,7 +96,7 @@ class ReducerCore final : public std::enable_shared_from_this<ReducerCore> {
   std::unique_ptr<Backward> take_backward() noexcept;
 
   void begin_backward(const std::shared_ptr<BackwardSession>& session);
-  void forget_cleared_weights();
+  void forget_cleared_weights(const Parameter* arrived = nullptr);
   void weigh_local_backward(BackwardSession& session);
 
   mutable ReducerState state_;

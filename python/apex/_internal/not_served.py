@@ -54,6 +54,10 @@ INSTEAD = {
     "DistributedDataParallel.join() with gradients kept between synchronized backwards": (
         "clear gradients (zero_grad), or accumulate under no_sync()"
     ),
+    "a backward that reaches a wrapper's parameters in a reentrant checkpoint before an output": (
+        "call the wrapper, not its module, return from its forward what the loss uses, or pass "
+        "use_reentrant=False"
+    ),
     "torch.distributed.algorithms.join.Join([DistributedDataParallel])": (
         "use `with model.join():` around the loop"
     ),
