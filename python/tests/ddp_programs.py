@@ -8,7 +8,7 @@
 
 The package that is installed is tested; no build is needed. Every rank has its own random seed, a
 step is compared with one process in float64, and ranks with each other bit for bit. A program that
-is stuck for APEX_TEST_CASE_S (10) seconds prints the stacks of its ranks. On a busy machine that is
+is stuck for APEX_TEST_CASE_S (30) seconds prints the stacks of its ranks. On a busy machine that is
 no fault: run the seed again. ddp_program_run.py has the operations, ddp_program_steps.py the
 training steps, and ddp_program_reference.py what must come out. With APEX_TEST_DEVICE=cuda the
 models are on the first GPU and ranks talk over NCCL.

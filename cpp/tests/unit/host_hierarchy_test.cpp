@@ -106,6 +106,9 @@ Rank connect(int rank, const Places& places, const fs::path& folder, millisecond
                                c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), timeout);
   Rank self{rank, places, folder, make_separate_group(base, "own"), nullptr};
   self.hierarchy = host_backend_of(*self.group)->links().hierarchy;
+  // The store's server asks the resolver for the name of each connection, which may take seconds.
+  watched(*self.group)->board->post([](c10d::Store&) {}).wait();
+  base->barrier()->wait();
   return self;
 }
 
