@@ -26,7 +26,7 @@ from ddp_program_changes import change, freeze
 from ddp_program_nets import Boom, Net, Quantized, plain_parameters
 from ddp_program_reference import Reference, data
 from ddp_program_steps import Steps
-from ddp_support import DEVICE, dense, host_channel
+from ddp_support import dense, host_channel
 from python_group import Delegate
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
