@@ -73,8 +73,7 @@ struct BackwardPass {
   void fail(std::string text) {
     if (error.empty()) error = std::move(text);
   }
-  /// Throws the error with the highest priority, if there is one: RankMismatch or
-  /// NonFiniteGradient.
+  /// Throws RankMismatch, or else NonFiniteGradient, if there is one.
   void rethrow() const {
     if (!out_of_step.empty()) throw RankMismatch(out_of_step);
     if (!non_finite.empty()) throw NonFiniteGradient(non_finite);

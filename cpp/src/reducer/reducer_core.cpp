@@ -215,8 +215,7 @@ void ReducerCore::own_parameters() {
   if (!in_backward(context().phase)) context().parameters.own_all();
 }
 
-/// Resets weights if gradients were cleared during an accumulation, because their samples no longer
-/// count.
+/// Samples of gradients that were cleared in an accumulation do not count. `arrived` is a new one.
 void ReducerCore::forget_cleared_weights(const Parameter* arrived) {
   if (!context().options.weighted || !state_.reporter.weight.accumulates()) return;
   bool touched = false, kept = false;
