@@ -214,3 +214,11 @@ def test_weighted_gradients_cleared_in_an_accumulation_do_not_count(rank: int, w
         with ddp.weight(4):
             backward()
         check_equal(ddp.total_weight, 4.0 * world, f"{form}: total")
+        ddp.zero_grad()
+        for weight in (4, 3):  # the first is dropped
+            ddp.zero_grad()
+            with ddp.no_sync(), ddp.weight(weight):
+                backward()
+        with ddp.weight(4):
+            backward()
+        check_equal(ddp.total_weight, 7.0 * world, f"{form}: total of two micro-batches")

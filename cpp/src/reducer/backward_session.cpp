@@ -145,9 +145,8 @@ void BackwardSession::end() {
     if (!by_output_ && !participants_.empty() && torch::autograd::get_current_node()) {
       throw Error(
           "apex: a backward that reaches a wrapper's parameters in a reentrant checkpoint before "
-          "an "
-          "output is not supported: call the wrapper, not its module, return from its forward what "
-          "the loss uses, or pass use_reentrant=False");
+          "an output is not supported: call the wrapper, not its module, return from its forward "
+          "what the loss uses, or pass use_reentrant=False");
     }
     reducers = std::exchange(participants_, {});
     undo_.clear();

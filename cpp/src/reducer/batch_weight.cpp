@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -34,9 +33,9 @@ void BatchWeight::leave() noexcept {
 }
 
 bool BatchWeight::backward_began() {
-  if (!entered_.defined()) return !std::exchange(missing_, true);
-  if (std::exchange(counted_, true)) return false;
-  weights_.push_back(entered_);
+  if (has_counted()) return false;
+  (entered_.defined() ? counted_ : missing_) = true;
+  if (entered_.defined()) weights_.push_back(entered_);
   return true;
 }
 

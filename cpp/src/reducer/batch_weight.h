@@ -34,6 +34,8 @@ class BatchWeight {
   /// whether this one counts. If it fails without synchronization, the caller restores an earlier
   /// copy of this object.
   bool backward_began();
+  /// Whether a backward that begins now would not count.
+  bool has_counted() const { return entered_.defined() ? counted_ : missing_; }
   /// The total weight. NaN if a backward had samples without a weight. A negative or non-finite
   /// weight makes the total invalid, whatever the other weights are. May wait for a device.
   double value() const;

@@ -65,10 +65,9 @@ struct Plan {
 
 // Note [One plan]
 //
-// A reducer has one plan, with a place for every parameter. For a frozen parameter, as for
-// one that this backward does not use, a rank sends the gradient that it holds, or zeros. So no
-// message depends on the set of trainable parameters, and a program that alternates between two
-// sets has one plan for both.
+// A reducer has one plan, with a place for every parameter. For a frozen or unused one, a rank
+// sends the gradient that it holds, or zeros. So no message depends on the set of trainable
+// parameters, and a program that alternates between two sets has one plan for both.
 //
 // A gradient of a parameter that was frozen, or not used on any rank, when the plan was recorded is
 // reduced on demand. The next backward then records a plan that also has the parameters of the old

@@ -218,17 +218,16 @@ void ReducerCore::own_parameters() {
 /// Samples of gradients that were cleared in an accumulation do not count. `arrived` is a new one.
 void ReducerCore::forget_cleared_weights(const Parameter* arrived) {
   if (!context().options.weighted || !state_.reporter.weight.accumulates()) return;
-  bool touched = false, kept = false;
+  bool touched = false;
   for (const Parameter& parameter : context().parameters) {
-    if (&parameter == arrived) continue;
-    touched = touched || parameter.touched;
-    kept = kept || (parameter.touched && parameter.variable.grad().defined());
+    if (&parameter == arrived || !parameter.touched) continue;
+    if (parameter.variable.grad().defined()) return;
+    touched = true;
   }
-  if (touched && !kept) state_.reporter.weight.reset();
+  if (touched) state_.reporter.weight.reset();
 }
 
-/// Counts the weight of a backward without synchronization, unless the backward fails: its
-/// gradients are not part of an accumulation then.
+/// Counts the weight of a backward without synchronization, unless the backward fails.
 void ReducerCore::weigh_local_backward(BackwardSession& session) {
   const BatchWeight before = state_.reporter.weight;
   if (!state_.reporter.weight.backward_began()) return;
@@ -285,14 +284,17 @@ void ReducerCore::gradient_ready(size_t index) {
   if (!parameter.variable.requires_grad()) return;  // frozen after its forward
   if (in_backward(context().phase)) return backward_->gradient_ready(index);
   // Backward did not reach a watched output.
-  forget_cleared_weights(&parameter);
   if (synchronizing_.load()) {
+    forget_cleared_weights(&parameter);
     begin_backward(BackwardSession::current());
     // This gradient is already accumulated, so its memory may be one that autograd still reads.
     backward_->pass().kept[index] = 0;
     return backward_->gradient_ready(index);
   }
-  if (context().options.weighted) weigh_local_backward(*BackwardSession::current());
+  if (context().options.weighted && !state_.reporter.weight.has_counted()) {
+    forget_cleared_weights(&parameter);
+    weigh_local_backward(*BackwardSession::current());
+  }
   state_.reporter.tracker.gradient_arrived_locally();
   context().parameters[index].touch();
 }

@@ -35,8 +35,7 @@ StepReport StepReporter::report(ReasonToLeave left, bool failed) const {
   report.facts = tracker.facts();
   report.skips = wants_skip;
   report.compared = context_.options.check_steps.value_or(true) && !context_.join.active;
-  // If ranks began with different parameters, or a hook averages over some ranks only, parameters
-  // may move by different distances.
+  // Otherwise the parameters of ranks may move by different distances.
   report.measured =
       context_.options.ranks_begin_alike() && !context_.hook && !context_.options.steps_reported;
   return report;
