@@ -2,7 +2,8 @@
 """Runs one random training program with amp, and compares it with references.
 
 A program consists of a level, an optimizer, a wrapper and some iterations. In addition to amp's
-levels there are models of one dtype without amp, with or without torch's GradScaler. A program runs
+levels there are models of one dtype without amp, with or without torch's GradScaler, and
+apex.fp16_utils.FP16_Optimizer. A program runs
 twice, with and without operations that must not change any bit: restores from a checkpoint, bodies
 that raise, discarded batches, and forwards without training. Both runs must have the same bits
 after every step, and agree with plain float64 training within the tolerance of the level's dtype.
@@ -21,7 +22,8 @@ from ddp_support import check, check_same_on_all_ranks, forget_amp
 from torch import Tensor, nn
 
 from apex import amp
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.fp16_utils import FP16_Optimizer
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.parallel import DistributedDataParallel
 from apex.parallel.LARC import LARC
 
@@ -29,10 +31,12 @@ from apex.parallel.LARC import LARC
 LEVELS = {
     "O0": 2e-6, "O1": 1e-3, "O2": 1e-3, "O3": 5e-3,
     "O1-bf16": 6e-3, "O2-bf16": 6e-3, "O3-bf16": 4e-2,
-    "float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2,
+    "float32": 2e-6, "float16": 5e-3, "bfloat16": 4e-2, "FP16_Optimizer": 1e-3,
 }  # fmt: skip
 #: Without amp, all parameters have this dtype.
 PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+#: The dtype of inputs, if a level does not cast them.
+INPUTS = {**PLAIN, "FP16_Optimizer": torch.float16}
 LOSSES = 2
 #: Ways to discard the gradients of a batch.
 DISCARDS = ("optimizer", "model", "model, zeros", "None", "zero_", "data.zero_")
@@ -72,7 +76,10 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda p: FusedAdam(p, lr=0.02, eps=0.001),
         lambda p: torch.optim.Adam(p, lr=0.02, eps=0.001),
     ),
-    "LARC": (lambda p: LARC(_sgd(p)), lambda p: LARC(_sgd(p))),
+    "FusedLAMB": (lambda p: FusedLAMB(p, lr=0.02, eps=0.1, max_grad_norm=None),) * 2,
+    "FusedNovoGrad": (lambda p: FusedNovoGrad(p, lr=0.01),) * 2,
+    "FusedAdagrad": (lambda p: FusedAdagrad(p, lr=0.02, eps=0.1),) * 2,
+    "LARC": (lambda p: LARC(_sgd(p)),) * 2,
     "LARC after initialize": (_sgd, lambda p: LARC(_sgd(p))),
 }
 
@@ -132,7 +139,7 @@ def batch(program: Program, step: int, part: int, rank: int) -> Tensor:
 
 
 def loss_of(program: Program, model: nn.Module, x: Tensor, part: dict[str, Any]) -> Tensor:
-    output = model(x.to(PLAIN.get(program.level, x.dtype)) if x.dtype != torch.float64 else x)
+    output = model(x.to(INPUTS.get(program.level, x.dtype)) if x.dtype != torch.float64 else x)
     output = output if output.dtype == torch.float64 else output.float()
     errors = (output - torch.sin(x.sum(1, keepdim=True))).square().mean(0)
     factor = 0.01 if "small" in program.optimizer else 1.0
@@ -170,11 +177,20 @@ def halve(params: Any, how: str) -> None:
     for param in params:
         if how == "data":
             param.data.mul_(0.5)
+        elif how == "assign":
+            param.data = param.data * 0.5
         elif how == "numpy" and param.dtype != torch.bfloat16:
             param.detach().numpy()[...] *= 0.5
         elif how:
             with torch.no_grad():
                 param.mul_(0.5)
+
+
+def through_a_file(states: list[Any]) -> list[Any]:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 class BodyRaised(Exception):
@@ -200,7 +216,7 @@ class Run:
     def _wrap(self) -> None:
         kind, self.wrapped = self.program.wrapper, self.net
         self.optimizers = list(self.known)
-        if self.program.optimizer == "LARC after initialize":
+        if self.program.optimizer == "LARC after initialize" and not isinstance(self, FP16Run):
             self.optimizers = [LARC(optimizer) for optimizer in self.known]
         if kind == "torch":
             self.wrapped = nn.parallel.DistributedDataParallel(self.net)
@@ -217,10 +233,7 @@ class Run:
 
     def restore(self, order: str) -> None:
         states = [self.net.state_dict(), [o.state_dict() for o in self.known], amp.state_dict()]
-        file = io.BytesIO()
-        torch.save(states, file)
-        file.seek(0)
-        states = torch.load(file, weights_only=True)
+        states = through_a_file(states)
         net = Net(self.program.seed + 1 + self.rank)
         optimizers = make_optimizers(self.program, net, reference=False)
         if order != "before initialize":
@@ -238,7 +251,7 @@ class Run:
 
     def zero_grad(self, step: Step) -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=not step.zeros)
+            optimizer.zero_grad(not step.zeros)
 
     def discard(self, step: Step, how: str) -> None:
         if how == "optimizer":
@@ -263,29 +276,37 @@ class Run:
         else:
             halve(self.net.parameters(), how)
 
-    def backward(self, number: int, index: int, raises: bool = False, **options: Any) -> float:
-        program, part = self.program, self.program.steps[number].parts[index]
-        quiet = program.wrapper and program.steps[number].no_sync
-        last = index == len(program.steps[number].parts) - 1
-        with self.wrapped.no_sync() if quiet and not last else contextlib.nullcontext():
+    def backward(
+        self, number: int, index: int, raises: bool = False, delay: bool | None = None
+    ) -> float:
+        program, step = self.program, self.program.steps[number]
+        part = step.parts[index]
+        quiet = program.wrapper and step.no_sync and index < len(step.parts) - 1
+        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             x = batch(program, number, index, self.rank)
-            loss = loss_of(program, self.wrapped, x, part) / len(program.steps[number].parts)
-            options = {"delay_unscale": part["delay"], **options}
-            try:
-                with amp.scale_loss(loss, self.optimizers, part["loss"], **options) as scaled:
-                    if raises:
-                        raise BodyRaised
-                    (scaled * self.factor(part)).backward()
-            except BodyRaised:
-                check(raises, "an error that nobody raised")
+            loss = loss_of(program, self.wrapped, x, part) / len(step.parts)
+            self._backward(loss, part, raises, part["delay"] if delay is None else delay)
         return loss.item()
+
+    def _backward(self, loss: Tensor, part: dict[str, Any], raises: bool, delay: bool) -> None:
+        options = {"loss_id": part["loss"], "delay_unscale": delay}
+        try:
+            with amp.scale_loss(loss, self.optimizers, **options) as scaled:
+                if raises:
+                    raise BodyRaised
+                (scaled * self.factor(part)).backward()
+        except BodyRaised:
+            check(raises, "an error that nobody raised")
 
     def factor(self, part: dict[str, Any]) -> float:
         """An overflow is one of the last rank alone, and skips the step on all."""
         return float("inf") if part["overflow"] and self.rank == self.program.world - 1 else 1.0
 
+    def rescale(self, loss: int) -> None:
+        amp._amp_state.loss_scalers[loss]._loss_scale = 32.0
+
     def forward(self, x: Tensor) -> None:
-        self.net(x)
+        self.net(x.to(INPUTS.get(self.program.level, x.dtype)))
 
     def optimizers_step(self, step: Step) -> None:
         for optimizer in self.optimizers * step.times:
@@ -304,7 +325,7 @@ class Run:
             self.write(number, step.how, push=True)
         self.zero_grad(step)
         if "discard" in neutral and not step.parts[0]["overflow"]:
-            self.backward(number, 0, delay_unscale=neutral["discard"][0])
+            self.backward(number, 0, delay=neutral["discard"][0])
             self.discard(step, neutral["discard"][1])
         losses = []
         for index in range(len(step.parts)):
@@ -315,7 +336,7 @@ class Run:
                     self.forward(batch(self.program, number, index, 0))
             losses.append(self.backward(number, index))
             if step.rescale and index == 0:
-                amp._amp_state.loss_scalers[step.parts[-1]["loss"]]._loss_scale = 32.0
+                self.rescale(step.parts[-1]["loss"])
         if "forward" in neutral:
             self.forward(batch(self.program, number, 9, 0))
         if step.write == "late":
@@ -351,11 +372,7 @@ class PlainRun(Run):
 
     def restore(self, order: str) -> None:
         states = [self.net.state_dict(), [o.state_dict() for o in self.known]]
-        states.append(self.scaler.state_dict())
-        file = io.BytesIO()
-        torch.save(states, file)
-        file.seek(0)
-        states = torch.load(file, weights_only=True)
+        states = through_a_file([*states, self.scaler.state_dict()])
         net = Net(self.program.seed + 1 + self.rank)
         self._initialize(net, make_optimizers(self.program, net, reference=False))
         self.net.load_state_dict(states[0])
@@ -363,18 +380,8 @@ class PlainRun(Run):
             optimizer.load_state_dict(state)
         self.scaler.load_state_dict(states[2])
 
-    def forward(self, x: Tensor) -> None:
-        self.net(x.to(PLAIN[self.program.level]))
-
-    def backward(self, number: int, index: int, raises: bool = False, **options: Any) -> float:
-        program, step = self.program, self.program.steps[number]
-        part = step.parts[index]
-        quiet = program.wrapper and step.no_sync and index < len(step.parts) - 1
-        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
-            x = batch(program, number, index, self.rank)
-            loss = loss_of(program, self.wrapped, x, part) / len(step.parts)
-            (self.scaler.scale(loss) * self.factor(part)).backward()
-        return loss.item()
+    def _backward(self, loss: Tensor, part: dict[str, Any], raises: bool, delay: bool) -> None:
+        (self.scaler.scale(loss) * self.factor(part)).backward()
 
     def optimizers_step(self, step: Step) -> None:
         if not self.scaler.is_enabled():
@@ -388,10 +395,50 @@ class PlainRun(Run):
         return [self.scaler.get_scale()]
 
 
+class FP16Run(Run):
+    """A program with a float16 model and one FP16_Optimizer."""
+
+    def _initialize(self, net: Net, optimizers: list[Any]) -> None:
+        (inner,) = optimizers
+        scale = self.program.loss_scale
+        options: dict[str, Any] = {"static_loss_scale": scale or 1.0}
+        if scale == "dynamic":
+            options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**8}}
+        if self.program.optimizer == "LARC after initialize":
+            inner = LARC(inner)
+        self.net = net.half()
+        self.known = [FP16_Optimizer(inner, **options, verbose=False)]
+        self._wrap()
+
+    def masters(self) -> list[Tensor]:
+        return [master for group in self.known[0].param_groups for master in group["params"]]
+
+    def restore(self, order: str) -> None:
+        states = through_a_file([self.net.state_dict(), self.known[0].state_dict()])
+        net = Net(self.program.seed + 1 + self.rank)
+        self._initialize(net, make_optimizers(self.program, net, reference=False))
+        parts = [self.net, self.known[0]]
+        for index in (1, 0) if order == "optimizer first" else (0, 1):
+            parts[index].load_state_dict(states[index])
+
+    def write(self, step: int, how: str, push: bool) -> None:
+        halve([*self.masters(), *self.net.parameters()], how)
+
+    def rescale(self, loss: int) -> None:
+        self.known[0].loss_scale = 32.0
+
+    def _backward(self, loss: Tensor, part: dict[str, Any], raises: bool, delay: bool) -> None:
+        self.known[0].backward(loss * self.factor(part), update_master_grads=not delay)
+
+    def scales(self) -> list[float]:
+        return [self.known[0].loss_scale]
+
+
 def run_program(program: Program, rank: int) -> None:
     wanted, traces = reference(program), []
+    kind = FP16Run if program.level == "FP16_Optimizer" else Run
     for neutral in (False, True):
-        run = (PlainRun if program.level in PLAIN else Run)(program, rank, neutral)
+        run = (PlainRun if program.level in PLAIN else kind)(program, rank, neutral)
         traces.append([run.step(number) for number in range(len(program.steps))])
         forget_amp()
     for number, (plain, full) in enumerate(zip(*traces, strict=True)):

@@ -37,13 +37,13 @@ def draw_program(seed: int) -> Program:
     rng = random.Random(seed)
     level, name = rng.choice(list(LEVELS)), rng.choice(list(OPTIMIZERS))
     wrapper = rng.choice(WRAPPERS) if rng.random() < 0.4 else ""
-    plain = level in PLAIN
+    plain, fp16 = level in PLAIN, level == "FP16_Optimizer"
     scale = rng.choice([None, None, 8.0, "dynamic"])
     if plain:
         # GradScaler cannot unscale float16 gradients. Only optimizers that do it themselves allow
         # them.
         scale = rng.choice([None, "dynamic"] if level != "float16" or name in FUSED else [None])
-    count = rng.choice([1, 1, 2])
+    count = 1 if fp16 else rng.choice([1, 1, 2])
     dynamic = scale == "dynamic" or (scale is None and level in ("O1", "O2"))
     # At O2, the master weights are in the optimizer's state, which must be loaded afterwards.
     orders = ["model first", "optimizer first"] + ["before initialize"] * ("O2" not in level)
@@ -58,7 +58,7 @@ def draw_program(seed: int) -> Program:
             "forward": True,
         }
         kept = {key: value for key, value in drawn.items() if rng.random() < 0.25}
-        if plain:
+        if plain or fp16:
             kept.pop("raises", None)
         return kept
 
@@ -77,7 +77,7 @@ def draw_program(seed: int) -> Program:
         return Step(
             parts,
             rng.choice(["", "", "", "before", "late"]),
-            rng.choice(["data", "numpy", "in place"]),
+            rng.choice(["data", "numpy", "in place", "assign"]),
             rng.random() < 0.2 and not plain,
             rng.random() < 0.5,
             rng.random() < 0.3,

@@ -8,7 +8,6 @@ Each ``main_*`` trains for `epochs`, saves a checkpoint after each one, and star
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -28,10 +27,21 @@ def batches(epoch: int, rank: int, *shape: int) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator) for _ in range(STEPS)]
 
 
-def save(rank: int, path: str, **state: Any) -> None:
+def save(rank: int, path: str, epoch: int, **parts: Any) -> None:
     if rank == 0:
-        torch.save(state, path)
+        states = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({"epoch": epoch, **states}, path.format(epoch))
     dist.barrier()
+
+
+def load(resume: str, **parts: Any) -> int:
+    """The epoch to start from."""
+    if not resume:
+        return 0
+    checkpoint = torch.load(resume, map_location="cpu")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
+    return int(checkpoint["epoch"])
 
 
 def values(*models: nn.Module) -> list[Any]:
@@ -57,13 +67,8 @@ def main_imagenet(rank: int, world: int, level: str, path: str, resume: str, epo
         verbosity=0,
     )
     model = DDP(model, delay_allreduce=True)
-    start = 0
-    if resume and os.path.isfile(resume):
-        checkpoint = torch.load(resume, map_location="cpu")
-        start = checkpoint["epoch"]
-        model.load_state_dict(checkpoint["state_dict"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
+    parts: Any = dict(model=model, optimizer=optimizer, amp=amp)
+    start = load(resume, **parts)
     for epoch in range(start, epochs):
         model.train()
         for i, images in enumerate(batches(epoch, rank, 4, 3, 4, 4)):
@@ -76,10 +81,7 @@ def main_imagenet(rank: int, world: int, level: str, path: str, resume: str, epo
             optimizer.step()
         for buffer in model.buffers():  # each rank has its own statistics, and rank 0 saves
             dist.broadcast(buffer, 0)
-        save(
-            rank, path.format(epoch + 1), epoch=epoch + 1, state_dict=model.state_dict(),
-            optimizer=optimizer.state_dict(), amp=amp.state_dict(),
-        )  # fmt: skip
+        save(rank, path, epoch + 1, **parts)
     return values(model)
 
 
@@ -98,13 +100,8 @@ def main_gan(rank: int, world: int, level: str, path: str, resume: str, epochs: 
     )
     netD, netG = DDP(netD), convert_syncbn_model(netG)
     netG = DDP(netG)
-    start = 0
-    if resume:
-        checkpoint = torch.load(resume)
-        start = checkpoint["epoch"]
-        for name, part in (("D", netD), ("G", netG), ("optD", optimizerD), ("optG", optimizerG)):
-            part.load_state_dict(checkpoint[name])
-        amp.load_state_dict(checkpoint["amp"])
+    parts: Any = dict(D=netD, G=netG, optD=optimizerD, optG=optimizerG, amp=amp)
+    start = load(resume, **parts)
     for epoch in range(start, epochs):
         for real in batches(epoch, rank, 4, 6):
             netD.zero_grad()
@@ -121,11 +118,7 @@ def main_gan(rank: int, world: int, level: str, path: str, resume: str, epochs: 
             with amp.scale_loss(errG, optimizerG, loss_id=2) as errG_scaled:
                 errG_scaled.backward()
             optimizerG.step()
-        save(
-            rank, path.format(epoch + 1), epoch=epoch + 1, D=netD.state_dict(),
-            G=netG.state_dict(), optD=optimizerD.state_dict(), optG=optimizerG.state_dict(),
-            amp=amp.state_dict(),
-        )  # fmt: skip
+        save(rank, path, epoch + 1, **parts)
     return values(netD, netG)
 
 
@@ -149,14 +142,8 @@ def main_detection(rank: int, world: int, level: str, path: str, resume: str, ep
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1], gamma=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     wrapped = DDP(model, message_size=100)
-    start = 0
-    if resume:
-        checkpoint = torch.load(resume)
-        start = checkpoint["epoch"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scheduler.load_state_dict(checkpoint["scheduler"])
-        amp.load_state_dict(checkpoint["amp"])
+    parts: Any = dict(model=model, optimizer=optimizer, scheduler=scheduler, amp=amp)
+    start = load(resume, **parts)
     for epoch in range(start, epochs):
         for images in batches(epoch, rank, 4, 3, 4, 4):
             optimizer.zero_grad()
@@ -167,11 +154,7 @@ def main_detection(rank: int, world: int, level: str, path: str, resume: str, ep
             nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
             optimizer.step()
         scheduler.step()
-        save(
-            rank, path.format(epoch + 1), epoch=epoch + 1, model=model.state_dict(),
-            optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(),
-            amp=amp.state_dict(),
-        )  # fmt: skip
+        save(rank, path, epoch + 1, **parts)
     return values(model)
 
 
@@ -214,13 +197,8 @@ def main_own_scale_loss(
         model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
     )
     model = DDP(model)
-    start = 0
-    if resume:
-        checkpoint = torch.load(resume)
-        start = checkpoint["epoch"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
+    parts: Any = dict(model=model, optimizer=optimizer, amp=amp)
+    start = load(resume, **parts)
     for epoch in range(start, epochs):
         for number, x in enumerate(batches(epoch, rank, 6, 5)):
             for part in range(3):
@@ -233,10 +211,7 @@ def main_own_scale_loss(
                 param.grad = None
         stash = optimizer._amp_stash
         assert [p for g in stash.fp16_groups for p in g] == stash.all_fp16_params
-        save(
-            rank, path.format(epoch + 1), epoch=epoch + 1, model=model.state_dict(),
-            optimizer=optimizer.state_dict(), amp=amp.state_dict(),
-        )  # fmt: skip
+        save(rank, path, epoch + 1, **parts)
     return values(model) + [_amp_state.loss_scalers[0].loss_scale()]
 
 

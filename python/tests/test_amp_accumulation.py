@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import forget_amp
 from torch import Tensor, nn
 
 from apex import amp
-from apex.amp import _amp_state
 
 
 def _prepared(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -29,30 +27,6 @@ def _backward(model: nn.Module, optimizer: Any, **options: Any) -> None:
 
 def _grads(optimizer: Any) -> list[Tensor]:
     return [p.grad.clone() for p in amp.master_params(optimizer)]
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("delays", [(False,), (True,), (False, True)], ids=str)
-def test_context_that_raises_leaves_the_gradients_of_earlier_ones(
-    level: str, delays: tuple[bool, ...]
-) -> None:
-    results = []
-    for raises_between in (False, True):
-        model, optimizer = _prepared(level)
-        for delay in delays:
-            _backward(model, optimizer, delay_unscale=delay)
-        if raises_between:
-            _amp_state.loss_scalers[0]._loss_scale = 32.0  # the delayed losses have another scale
-            with (
-                pytest.raises(KeyError),
-                amp.scale_loss(model(torch.ones(2, 3)).float().sum(), optimizer),
-            ):
-                raise KeyError
-        _backward(model, optimizer)
-        results.append(_grads(optimizer))
-        forget_amp()
-    for mine, want in zip(*results, strict=True):
-        assert torch.equal(mine, want)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

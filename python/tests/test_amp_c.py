@@ -10,7 +10,7 @@ import torch
 
 import amp_C
 import apex_C
-from apex.multi_tensor_apply import multi_tensor_applier
+from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CHUNK = 65536
@@ -221,3 +221,10 @@ def test_flatten_and_unflatten_are_inverses(dtype: torch.dtype) -> None:
     flat.zero_()
     assert not any(view.any() for view in views)  # views
     assert members[0].any()  # and copies
+
+
+def test_multi_tensor_applier_calls_the_operation() -> None:
+    assert isinstance(multi_tensor_applier, MultiTensorApply)
+    assert multi_tensor_applier.available is False
+    seen = multi_tensor_applier(lambda *args: args, "flag", [["x"]], 1, 2)
+    assert seen == (2048 * 32, "flag", [["x"]], 1, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import forget_amp, on_ranks, run_ranks
+from ddp_support import RankPool, forget_amp, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,8 +72,10 @@ def _prints_once(rank: int, world: int, folder: str) -> None:
         iterate(model, optimizer, overflow=rank == 1)
 
 
-def test_overflow_message_and_options_are_printed_by_rank_0_only(tmp_path: Any) -> None:
-    run_ranks(2, _prints_once, str(tmp_path))
+def test_overflow_message_and_options_are_printed_by_rank_0_only(
+    ranks: RankPool, tmp_path: Any
+) -> None:
+    ranks.run(2, _prints_once, str(tmp_path))
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
     assert "Gradient overflow" in first and "optimization level" in first and second == ""
 

@@ -40,20 +40,12 @@ class Toy(nn.Module):
 #: By name: for each loss, its models and optimizers; for each optimizer, its models; and the loss
 #: ids.
 SCENARIOS = {
-    "two losses, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 0)),
-    "two losses with ids, one optimizer, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 1)),
-    "two models, two losses, one optimizer": ([((0,), (0,)), ((1,), (0,))], [(0, 1)], (0, 0)),
-    "two models, two losses with ids, one optimizer": (
-        [((0,), (0,)), ((1,), (0,))],
-        [(0, 1)],
-        (0, 1),
-    ),
-    "three losses, two models, two optimizers": (
-        [((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))],
-        [(0,), (1,)],
-        (0, 1, 2),
-    ),
-    "three losses, one id, two optimizers": (
+    "two losses, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 0)),
+    "two losses with ids, one model": ([((0,), (0,)), ((0,), (0,))], [(0,)], (0, 1)),
+    "two models, one optimizer": ([((0,), (0,)), ((1,), (0,))], [(0, 1)], (0, 0)),
+    "two models, ids, one optimizer": ([((0,), (0,)), ((1,), (0,))], [(0, 1)], (0, 1)),
+    "three losses": ([((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))], [(0,), (1,)], (0, 1, 2)),
+    "three losses, one id": (
         [((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))],
         [(0,), (1,)],
         (0, 0, 0),
@@ -224,6 +216,8 @@ def test_scale_loss_unknown_optimizer_is_refused() -> None:
     for unknown in (other, copy.deepcopy(optimizer)):
         with pytest.raises(RuntimeError, match="a SGD that amp does not know.*to amp.initialize"):
             backward(model, unknown)
+    with pytest.raises(TypeError, match="not Toy"):
+        backward(model, model)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -239,12 +233,6 @@ def test_parameter_of_two_optimizers_in_contexts_of_other_scales(level: str) -> 
     backward(model, pair[1], loss_id=1)
     for param, grad in zip(amp.master_params(pair[1]), once, strict=True):
         assert torch.equal(param.grad, 2 * grad)
-
-
-def test_scale_loss_other_than_optimizers_raises() -> None:
-    model, _ = one("O2")
-    with pytest.raises(TypeError, match="not Toy"), amp.scale_loss(model(X), model):
-        pass
 
 
 DELAY_LEVELS = [
@@ -282,26 +270,13 @@ def test_step_with_gradients_left_scaled_is_refused_and_changes_nothing(
     for master, value in zip(amp.master_params(optimizer), before, strict=True):
         assert torch.equal(master, value)
     stepped.zero_grad()
-    if how == "skipped step":
-        stepped.step()  # the step that is skipped
+    stepped.step()  # without gradients, or the step that is skipped
+    for master, value in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(master, value)
     closure()
     backward(model, stepped)
     stepped.step()
     assert not torch.equal(next(amp.master_params(optimizer)), before[0])
-
-
-@pytest.mark.parametrize("discard", ["optimizer", "model"])
-@pytest.mark.parametrize("level, options", DELAY_LEVELS, ids=str)
-def test_step_after_gradients_left_scaled_were_discarded_changes_nothing(
-    level: str, options: dict, discard: str
-) -> None:
-    model, optimizer = one(level, **options)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    backward(model, optimizer, delay_unscale=True)
-    (optimizer if discard == "optimizer" else model).zero_grad()
-    optimizer.step()
-    for master, value in zip(amp.master_params(optimizer), before, strict=True):
-        assert torch.equal(master, value)
 
 
 def test_clip_of_master_params_acts_on_unscaled_gradients() -> None:
@@ -352,14 +327,12 @@ def test_add_param_group_mid_training_matches_float32(level: str, bad: int | Non
 def test_add_param_group_makes_masters_at_once_and_refuses_duplicates() -> None:
     model, optimizer = one("O2")
     other = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    named = nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer.add_param_group({"params": [other]})
     assert optimizer.param_groups[1]["params"][0].dtype == torch.float32
     for duplicate in (other, model.weight):
         with pytest.raises(ValueError, match="group"):
             optimizer.add_param_group({"params": [duplicate]})
     assert len(optimizer.param_groups) == 2
-    optimizer.add_param_group({"params": [named]})
     assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
 
 

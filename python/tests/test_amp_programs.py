@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 from amp_program_run import LEVELS, OPTIMIZERS, Program, Step, run_program, run_programs
 from amp_program_run import PLAIN as PLAIN_LEVELS
 from amp_programs import draw_program, run, shrink
 from amp_support import fresh_amp  # noqa: F401
-from ddp_support import RankPool, forget_amp
+from ddp_support import RankPool, RanksFailed, forget_amp
 
 from apex.amp.optimizer import OptimizerStash
+from apex.amp.scaler import LossScaler
+from apex.fp16_utils import FP16_Optimizer
 from apex.optimizers import FusedSGD, _foreach
 
 FIRST_SEED = 3000
@@ -62,6 +65,10 @@ FAULTS = {
         (FusedSGD, "found_inf", property(lambda _: False, lambda *_: None, lambda _: None)),
         _program("float32", "FusedSGD, damped", Step(**OVERFLOW), Step(**PLAIN), scale="dynamic"),
     ),
+    "overflow of FP16_Optimizer": (
+        (FP16_Optimizer, "overflow", property(lambda _: False, lambda *_: None)),
+        _program("FP16_Optimizer", "SGD", Step(**OVERFLOW), Step(**PLAIN), scale="dynamic"),
+    ),
     "earlier gradients": (
         (OptimizerStash, "prepare", lambda stash, _: stash.collect()),
         _program("O1", "SGD", Step(**TWICE)),
@@ -97,9 +104,26 @@ def test_fault_is_found_and_shrunk(fault: str, monkeypatch: pytest.MonkeyPatch) 
     forget_amp()
 
 
+def _decides_alone(rank: int, world: int, programs: list[Program]) -> None:
+    with mock.patch.object(LossScaler, "synchronize", lambda self: None):
+        run_programs(rank, world, programs)
+
+
+@pytest.mark.processes
+def test_rank_that_decides_alone_to_skip_is_found(ranks: RankPool) -> None:
+    """Rank 1 alone has an overflow, in a part that is not synchronized."""
+    parts = [*OVERFLOW["parts"], *PLAIN["parts"]]
+    steps = [Step(parts, no_sync=True), Step(**PLAIN)]
+    alone = Program(1, "O2", "SGD", 1, "apex", None, steps)
+    assert not run(ranks, [alone])
+    for programs in ([alone], _drawn(2, CASES)):
+        with pytest.raises(RanksFailed, match="amp program of seed"):
+            ranks.run(2, _decides_alone, programs)
+
+
 @functools.cache
 def _many() -> list[Program]:
-    return list(map(draw_program, range(1000)))
+    return list(map(draw_program, range(2000)))
 
 
 def test_drawing_is_by_seed_and_covers_every_optimizer_and_level() -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from amp_support import fresh_amp  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
 
+from apex import normalization
 from apex.normalization import fused_layer_norm as module
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -121,3 +122,31 @@ def test_functions_take_one_size_and_ignore_memory_efficient() -> None:
     assert torch.equal(module.fused_layer_norm_affine(x, weight, bias, 4, 1e-6, True), same)
     same = torch.nn.functional.rms_norm(x, (4,), weight, 1e-6)
     assert torch.equal(module.fused_rms_norm_affine(x, weight, [4], memory_efficient=True), same)
+
+
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("FusedLayerNorm", nn.LayerNorm),
+        ("FusedRMSNorm", nn.RMSNorm),
+        ("MixedFusedLayerNorm", nn.LayerNorm),
+        ("MixedFusedRMSNorm", nn.RMSNorm),
+    ],
+)
+def test_normalization_is_torchs(name: str, plain: type[nn.Module]) -> None:
+    alias = getattr(normalization, name)
+    assert getattr(module, name) is alias and issubclass(alias, plain)
+    mine, reference = alias(4, eps=1e-3), plain(4, eps=1e-3)
+    with torch.no_grad():
+        mine.weight.copy_(torch.rand(4))
+    reference.load_state_dict(mine.state_dict())
+    x = torch.rand(2, 3, 4)
+    assert torch.equal(mine(x), reference(x))
+    if name.startswith("Mixed"):
+        assert mine(x.half()).dtype == torch.float32
+        assert alias(4).half()(x).dtype == torch.float16
+        with pytest.raises(ValueError, match="elementwise_affine"):
+            alias(4, elementwise_affine=False)
+    else:
+        assert not list(alias((3, 4), elementwise_affine=False).parameters())
+        assert alias((3, 4), memory_efficient=True)(x).shape == x.shape

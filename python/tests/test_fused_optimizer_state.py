@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of the fused optimizers: none after a skipped first step, float32 moments, and the
-effects of loading one."""
+"""The state of FusedAdam and FusedSGD: float32 moments, and the effects of loading one. (Skipped
+steps: amp_programs.py.)"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import fused_optimizer_references as references
@@ -15,104 +14,6 @@ from amp_support import fresh_amp  # noqa: F401
 from torch import Tensor, nn
 
 from apex.optimizers import FusedAdam, FusedSGD
-
-INF = float("inf")
-
-
-@pytest.fixture
-def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fill uninitialized memory with nan, because it may be zero by chance."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    # Not torch.use_deterministic_algorithms(), which imports the compiler.
-    torch._C._set_deterministic_algorithms(True)
-    yield
-    torch._C._set_deterministic_algorithms(False)
-
-
-# --- steps that torch.amp.GradScaler skips ---
-
-
-class Scaled:
-    """An optimizer under torch's GradScaler, and a float64 one that makes the unskipped steps."""
-
-    def __init__(
-        self, kind: Any, plain: Any, dtype: torch.dtype, sliced: bool = False, **options: Any
-    ) -> None:
-        self.dtype = dtype
-        self.params = [self._drawn((65,)), self._drawn((4, 6), sliced)]
-        self.wanted = [nn.Parameter(p.detach().double().clone()) for p in self.params]
-        self.optimizer = kind(self.params, **options)
-        self.reference = plain(self.wanted, foreach=False, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-        self.generator = torch.Generator().manual_seed(1)
-
-    def _drawn(self, shape: tuple[int, ...], sliced: bool = False) -> nn.Parameter:
-        torch.manual_seed(len(shape))
-        value = torch.randn(shape).to(self.dtype)
-        return nn.Parameter(value[:, :3] if sliced else value)
-
-    def step(self, skipped: bool) -> None:
-        scale = self.scaler.get_scale()
-        self.scaler.scale(torch.ones(()))
-        for mine, wanted in zip(self.params, self.wanted, strict=True):
-            grad = torch.randn(mine.shape, generator=self.generator).to(self.dtype)
-            mine.grad, wanted.grad = grad * scale, grad.double()
-        if skipped:
-            self.params[0].grad[0] = INF
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if not skipped:
-            self.reference.step()
-
-    def check(self) -> None:
-        limit = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[self.dtype]
-        for mine, wanted in zip(self.params, self.wanted, strict=True):
-            torch.testing.assert_close(mine.detach().double(), wanted.detach(), rtol=0, atol=limit)
-
-
-SGD_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "nesterov": {"nesterov": True},
-    "dampening": {"dampening": 0.5},
-    "decay": {"weight_decay": 0.1},
-    "all": {"dampening": 0.5, "weight_decay": 0.1},
-}
-
-
-def scaled_sgd(case: str, sliced: bool, dtype: torch.dtype = torch.float32) -> Scaled:
-    options = {"lr": 0.1, "momentum": 0.9, **SGD_OPTIONS[case]}
-    return Scaled(FusedSGD, torch.optim.SGD, dtype, sliced, **options)
-
-
-@pytest.mark.parametrize("case", SGD_OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("skipped", [(0,), (0, 1, 3)], ids=str)
-def test_fused_sgd_skipped_first_step_leaves_no_state_and_the_next_is_the_first(
-    case: str, dtype: torch.dtype, skipped: tuple[int, ...], sliced: bool, filled_memory: None
-) -> None:
-    run = scaled_sgd(case, sliced, dtype)
-    for step in range(6):
-        run.step(step in skipped)
-        if all(earlier in skipped for earlier in range(step + 1)):
-            assert not run.optimizer.state
-    run.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("correction", [False, True])
-def test_fused_adam_skipped_steps_count_nowhere(dtype: torch.dtype, correction: bool) -> None:
-    options = {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}
-    run = Scaled(FusedAdam, torch.optim.AdamW, dtype, **options)
-    run.optimizer.param_groups[0]["bias_correction"] = correction
-    for step in range(6):
-        run.step(step in (0, 1, 3))
-        assert step > 1 or not run.optimizer.state
-    assert run.optimizer.param_groups[0]["step"] == 3
-    assert {float(entry["step"]) for entry in run.optimizer.state.values()} == {3.0}
-    if correction:
-        run.check()
-
 
 # --- float32 moments of low-precision parameters ---
 
@@ -316,3 +217,27 @@ def test_fused_adam_group_with_amsgrad_is_refused() -> None:
     with pytest.raises(ValueError, match="FusedAdam has no AMSGrad variant"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
     assert len(optimizer.param_groups) == 1
+
+
+def test_fused_sgd_loads_the_state_of_apexs_class() -> None:
+    """Apex's groups have its own settings only, and may come from iterators."""
+
+    def made() -> tuple[nn.Parameter, FusedSGD]:
+        param = nn.Parameter(torch.ones(3))
+        group = {"params": iter([param]), "weight_decay": 0.1}
+        return param, FusedSGD([group], 0.1, momentum=0.9, nesterov=True)
+
+    (first, saved), (second, resumed) = made(), made()
+    first.grad = torch.ones(3)
+    saved.step()
+    state = copy.deepcopy(saved.state_dict())
+    kept = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov")
+    state["param_groups"] = [{key: g[key] for key in kept} for g in state["param_groups"]]
+    resumed.load_state_dict(state)
+    second.data.copy_(first)
+    first.grad = second.grad = torch.ones(3)
+    saved.step()
+    resumed.step()
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="param"):
+        resumed.load_state_dict({"state": {}, "param_groups": 2 * state["param_groups"]})

@@ -222,21 +222,6 @@ def test_function_removed_from_the_lists_follows_its_inputs(restored_lists: None
     assert torch.exp(half).dtype == torch.float16
 
 
-def test_function_moved_to_another_list_is_cast_so(restored_lists: None) -> None:
-    functional_overrides.FP32_FUNCS.remove("layer_norm")
-    functional_overrides.FP16_FUNCS.append("layer_norm")
-    functional_overrides.FP32_FUNCS.append("relu")
-    functional_overrides.FP16_FUNCS.remove("linear")
-    functional_overrides.FP32_FUNCS.append("linear")
-    torch_overrides.CASTS.append("hypot")
-    amp.init()
-    assert torch.nn.functional.layer_norm(half.float(), (3,)).dtype == torch.float16
-    assert torch.nn.functional.relu(half).dtype == torch.float32
-    assert torch.nn.functional.linear(half, half).dtype == torch.float32
-    assert torch.hypot(half, half.float()).dtype == torch.float32
-    assert torch.nn.functional.conv1d(half.float(), torch.ones(2, 2, 1)).dtype == torch.float16
-
-
 def test_banned_function_removed_from_its_list_runs(restored_lists: None) -> None:
     (banned,) = functional_overrides.BANNED_FUNCS
     amp.init()
