@@ -51,7 +51,7 @@ cd "$out" || exit 1
 step gpu 400 "${pytest[@]}" -m gpu "$tests"
 # Tests of several ranks that otherwise use CPUs, with all ranks on one GPU.
 step ranks 400 env APEX_TEST_DEVICE=cuda APEX_TEST_TIMEOUT_S=25 "${pytest[@]}" \
-  "$tests"/test_{old_scripts,ddp_gradients,ddp_accumulation,ddp_join,ddp_several,ddp_weighted,amp_distributed}.py
+  "$tests"/test_{old_scripts,ddp_gradients,ddp_join,ddp_several,ddp_usage,ddp_weighted,amp_distributed}.py
 for tool in memcheck racecheck; do
   step $tool 120 compute-sanitizer --tool $tool --error-exitcode 9 "${pytest[@]}" \
     "$tests/test_cuda_sync_batch_norm.py" -k 'unaligned or two_streams'

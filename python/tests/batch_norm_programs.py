@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random batch-norm programs: a SyncBatchNorm that is trained and evaluated for some steps on one
-or several ranks, against one process in float64, and on one rank against torch's batch norm.
+or several ranks, against one process in float64.
 
 A program consists of a module (channels, dtypes, options, strides of its tensors) and steps. A step
 has a mode, a batch per rank (uneven or empty), the memory layout of each tensor, and derivatives:

@@ -36,11 +36,30 @@ from apex.parallel import DistributedDataParallel
 # A program takes a fraction of a second. Each NCCL group takes that long to create.
 CASE_LIMIT_S = int(os.environ.get("APEX_TEST_CASE_S", "30"))
 TOLERANCE = 1e-4
+
+
+def two_collectives(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """A hook whose second collective is issued when the first has ended."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+
+    def rest(_: Any) -> Tensor:
+        dist.all_reduce(buffer[1:], async_op=True).get_future().wait()
+        return buffer
+
+    return dist.all_reduce(buffer[:1], async_op=True).get_future().then(rest)
+
+
 HOOKS = {  # by name, the allowed error
+    "two_collectives": TOLERANCE,
     "allreduce_hook": TOLERANCE,
     "fp16_compress_hook": 1e-2,
     "fp16": 1e-2,
     "bf16": 4e-2,
+}
+PYTHON_HOOKS: dict[str | None, Any] = {
+    "two_collectives": two_collectives,
+    "allreduce_hook": default_hooks.allreduce_hook,
+    "fp16_compress_hook": default_hooks.fp16_compress_hook,
 }
 
 
@@ -154,10 +173,10 @@ class Machine(Steps):
             return
         # torch's hooks use the default group. Only one wrapper may have one, because the order
         # between wrappers is not defined.
-        if hook in default_hooks.__dict__:
+        if hook in PYTHON_HOOKS:
             if any(each is self.hooked for row in self.wrappers for each in row):
                 return
-            wrapper.register_comm_hook(None, getattr(default_hooks, hook))
+            wrapper.register_comm_hook(None, PYTHON_HOOKS[hook])
             self.hooked = wrapper
         elif hook is not None:
             wrapper.register_builtin_comm_hook(hook)

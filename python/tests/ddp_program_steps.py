@@ -7,7 +7,7 @@ Each step ends with a comparison with the reference, or in an error that every r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ddp_program_endings as endings
@@ -15,39 +15,13 @@ import torch
 import torch.distributed as dist
 from ddp_program_endings import ENDINGS
 from ddp_program_nets import SHARING, Boom, Net, plain_parameters
-from ddp_program_reference import Forward, Reference, data, losses
+from ddp_program_reference import Forward, data, losses
 from ddp_support import check
 from torch import Tensor, nn
 
 
 class Steps:
-    """The part of a program's machine that trains. Every rank calls each method alike."""
-
-    rank: int
-    world: int
-    average: str
-    on_failure: str
-    checks: bool
-    static: bool
-    shared: bool
-    tolerance: float
-    wrong: str
-    models: Any
-    wrappers: list[list[Any]]
-    optimizers: list[Any]
-    frozen: list[nn.Parameter]
-    held: list[Any]
-    recast: set[int]
-    buffers_differ: set[int]
-    apart: set[int]
-    changed: set[int]
-    python: Any
-    hooked: Any
-    reference: Reference
-    planted: Callable[[str], bool]
-    synchronized: Callable[..., None]
-    new_optimizers: Callable[[], None]
-    apply_frozen: Callable[[], None]
+    """The part of a program's Machine that trains. Every rank calls each method alike."""
 
     def step(self, op: Any) -> None:
         forwards = self._forwards(op.args)

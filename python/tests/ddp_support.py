@@ -106,18 +106,6 @@ def free_port() -> int:
             return probe.getsockname()[1]
 
 
-def require(*packages: str) -> None:
-    """Skip the module if one of them is not installed. Unlike importorskip(), imports none.
-
-    Every worker collects every module, and scikit-learn takes 1.5 s of processor time.
-    """
-    import pytest
-
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed", allow_module_level=True)
-
-
 def share_one_gpu(rank: int) -> None:
     """Let ranks of one host share a GPU. Call it before NCCL starts in this process.
 
@@ -426,6 +414,19 @@ def notices(at_least: int = 0) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def same_bits(one: object, other: object) -> bool:
+    """Whether nested dicts and lists of tensors and other values are equal."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return one == other
+
+
 # --- assertions: processes of the pool run without pytest's rewriting, so these say what they saw
 # ---
 
@@ -521,13 +522,18 @@ def alone(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Te
     return gradients(plain)
 
 
-def check_step(ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str) -> None:
+def check_step(
+    ddp: nn.Module,
+    loss: Callable[[nn.Module, int], Tensor],
+    what: str,
+    tolerance: float = 1e-5,
+) -> None:
     """Check that one backward from cleared gradients gives the mean over ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     expected = mean_over_ranks([alone(ddp.module, lambda m, r=r: loss(m, r)) for r in range(world)])
     ddp.zero_grad()
     loss(ddp, rank).backward()
-    check_gradients(ddp, expected, what, 1e-5)
+    check_gradients(ddp, expected, what, tolerance)
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], what)
 
 
@@ -592,8 +598,3 @@ class _Named:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(importlib.import_module(self.module), self.name).body(*arguments)
-
-
-def run_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
-    """Run ``body(rank, world_size, *args)`` in that many processes over Gloo."""
-    shared_pool().run(world_size, body, *args)

@@ -37,25 +37,16 @@ def cpp_program(*parts: str) -> Path:
     )
 
 
-def _torchrun_options(processes: int) -> list[str]:
-    # Resolving this host's name may take seconds to fail.
-    return [
-        *("--standalone", "--local-addr=localhost"),
-        *(f"--nproc-per-node={processes}", "--no-python"),
-    ]
-
-
-def torchrun(processes: int) -> list[str]:
-    """The command that starts this number of processes of a program that is not a Python script."""
-    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(processes)]
-
-
 def run_torchrun(
     processes: int, *command: str, cwd: Path, env: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``torchrun(processes)``, forked from a process that has imported torch (see warm)."""
-    script, options = torch.distributed.run.__file__, _torchrun_options(processes)
-    return run_script(script, *options, *command, cwd=cwd, env=env, timeout_s=timeout_s)
+    """Run a program that is no Python script with torchrun, forked from a process that has imported
+    torch (see warm)."""
+    # Resolving this host's name may take seconds to fail.
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={processes}"]
+    script = torch.distributed.run.__file__
+    whole = [*options, "--no-python", *command]
+    return run_script(script, *whole, cwd=cwd, env=env, timeout_s=timeout_s)
 
 
 def make_torch(folder: Path, version: str, cuda: str | None = None, archive: bool = False) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random batch-norm programs against one process in float64 and torch's batch norm. For thousands:
+"""Random batch-norm programs against one process in float64. For thousands:
 ``python python/tests/batch_norm_programs.py --seeds 0:3000``."""
 
 from __future__ import annotations

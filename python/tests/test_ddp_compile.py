@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 from ddp_support import (
-    RankPool,
     bucket_names,
     check,
     check_equal,
@@ -177,6 +176,13 @@ def test_compile_several_buckets_launches_between_pieces(
         check(launched[-1] >= len(launched) - 2, f"launched before each piece: {launched}")
         check(launched[-1] >= 1, f"launched before each piece: {launched}")
     check_equal(pieces.graphs, compiled, "graphs after the first step")
+    model.zero_grad()
+    with ddp.no_sync():
+        called(batch(rank, 4)).square().sum().backward()
+    reference = to_reference(model)
+    reference(batch(rank, 4).double()).square().sum().backward()
+    check_gradients(model, gradients(reference), "in no_sync()", 1e-4)
+    check_equal(pieces.graphs, compiled, "graphs after no_sync()")
 
 
 @splits
@@ -209,7 +215,11 @@ def test_compile_this_torch_asks_for_the_wrapper() -> None:
 # --- shapes, dtypes, backends ---
 
 
-def _inductor(rank: int, world: int, inside: bool) -> None:
+@splits
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compile_inductor_averages(rank: int, world: int, inside: bool) -> None:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -232,13 +242,6 @@ def _inductor(rank: int, world: int, inside: bool) -> None:
             check_compiled_step(model, called, rank, step)
     check(len(graphs) >= 3, f"{len(graphs)} graphs")
     check(ddp.statistics()["launched_in_backward"] > 0, f"{ddp.statistics()}")
-
-
-@splits
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_compile_inductor_averages(ranks: RankPool, inside: bool) -> None:
-    ranks.run(2, _inductor, inside, timeout_s=TIMEOUT_S)
 
 
 # --- the wrapper that the compiler sees ---

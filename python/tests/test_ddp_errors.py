@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import build, data
-from ddp_support import RankPool, bucket_names, check, check_equal, check_step, on_ranks, raises
+from ddp_program_nets import Quantized
+from ddp_support import bucket_names, check, check_equal, check_step, on_ranks, raises
 from torch import Tensor, nn
 
 from apex.parallel import DistributedDataParallel, Reducer
@@ -176,11 +177,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-def _refuses(rank: int, world: int, options: dict[str, Any], kind: Any, said: str) -> None:
-    with raises(kind, said):
-        DistributedDataParallel(nn.Linear(2, 2), **options)
-
-
 @on_ranks(1)
 def test_switches_refuse_text(rank: int, world: int) -> None:
     options = inspect.signature(DistributedDataParallel.__init__).parameters.values()
@@ -197,8 +193,11 @@ def test_switches_refuse_text(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
-def test_argument_out_of_range_or_contradictory_raises(ranks: RankPool, case: Any) -> None:
-    ranks.run(1, _refuses, *case[1:])
+@on_ranks(1)
+def test_argument_out_of_range_or_contradictory_raises(rank: int, world: int, case: Any) -> None:
+    _, options, kind, said = case
+    with raises(kind, said):
+        DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
 @on_ranks(2)
@@ -297,6 +296,62 @@ def test_module_without_trainable_parameter_warns_once(
     check_equal(caught[0].filename, __file__, "where the warning points")
     check(x.grad is not None, "no gradient of the input")
     check_equal(ddp.statistics()["backwards"], 0, "synchronized backwards")
+
+
+# --- tensors that cannot be synchronized ---
+
+
+@on_ranks(2)
+def test_trainable_subclass_is_refused_by_name(rank: int, world: int) -> None:
+    model = nn.Linear(4, 3)
+    model.weight = nn.Parameter(Quantized.of(torch.randn(3, 4)))
+    with raises(ValueError, f"rank {rank}: parameter 'weight' is a tensor subclass without memory"):
+        DistributedDataParallel(model)
+
+
+CAUSES = {
+    "sparse": "layout is Sparse",
+    "quantized": "dtype is quantized (QInt8)",
+    "meta": "on the meta device",
+}
+BAD = [
+    ("sparse", "frozen"), ("sparse", "buffer"), ("sparse", "trainable"), ("quantized", "frozen"),
+    ("quantized", "buffer"), ("meta", "frozen"), ("meta", "trainable"), ("meta", "buffer"),
+]  # fmt: skip
+
+
+def _bad(kind: str) -> Tensor:
+    values = torch.randn(3, 4)
+    if kind == "sparse":
+        return values.to_sparse()
+    if kind == "quantized":
+        return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+    return values.to("meta")
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["all_ranks", "rank_1"])
+@on_ranks(2)
+def test_tensors_that_cannot_be_sent_are_refused_by_name_on_every_rank(
+    rank: int, world: int, on: list[int]
+) -> None:
+    for kind, where in BAD:
+        model = nn.Linear(4, 3)
+        value = _bad(kind) if rank in on else torch.randn(3, 4)
+        if where == "buffer":
+            model.register_buffer("other", value)
+        else:
+            model.other = nn.Parameter(value, requires_grad=where == "trainable")
+        if len(on) == world:
+            what = "buffer" if where == "buffer" else "parameter"
+            expected = raises(ValueError, f"rank {rank}: {what} 'other'", CAUSES[kind])
+        else:
+            expected = raises(RuntimeError, "rank 1's model differs from rank 0's", "other")
+        with expected:
+            DistributedDataParallel(model, broadcast_buffers=True)
+    # No rank waits for another, and the group can still be used.
+    good = DistributedDataParallel(nn.Linear(4, 3))
+    good(data(rank, 0, 6, 4)).sum().backward()
+    check(good.module.weight.grad is not None, "no gradient")
 
 
 # --- while training ---

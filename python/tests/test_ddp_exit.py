@@ -6,10 +6,8 @@ NVIDIA's Apex never do)."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,34 +44,51 @@ if destroy:
 """
 
 
+def _run(folder: Path, source: str, *arguments: str) -> list[str]:
+    """The output of the script on two ranks, which get the folder and their rank first."""
+    script = folder / "script.py"
+    script.write_text(source)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder / "store"), str(rank), *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return outputs
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are listed in /proc")
 @pytest.mark.parametrize("imported", ["early-import", "late-import"])
 @pytest.mark.parametrize("end", ["destroy", "no-destroy"])
 def test_script_end_leaves_no_gloo_thread(tmp_path: Path, imported: str, end: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "store"), str(rank), imported, end],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=600) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    for printed, errors in outputs:
-        assert "THREADS []" in printed, (printed, errors)
+    for printed in _run(tmp_path, SCRIPT, imported, end):
+        assert "THREADS []" in printed, printed
 
 
 AGAIN = """
-import datetime, os, sys, torch, torch.distributed as dist
+import datetime, os, pathlib, socket, sys, time, torch, torch.distributed as dist
 from apex.parallel import DistributedDataParallel
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-rank = int(sys.argv[2])
+
+rank, port = int(sys.argv[2]), int(sys.argv[3])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+def until(condition):
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit, "the store's server has not ended"
+        time.sleep(0.01)
+
+def nobody_listens():
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
 for round in range(5):
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
@@ -85,46 +100,14 @@ for round in range(5):
     dist.barrier()
     dist.destroy_process_group()
     # The next job must not find the server of this one.
-    print(round, flush=True)
-    sys.stdin.readline()
+    ended = pathlib.Path(f"{sys.argv[1]}{round}")
+    if rank == 0:
+        until(nobody_listens)
+        ended.touch()
+    until(ended.exists)
 """
 
 
 @pytest.mark.processes
 def test_destroyed_group_frees_the_port_for_the_next(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(AGAIN)
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), port, str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for _ in range(5):
-            for rank in ranks:
-                assert rank.stdout is not None
-                assert rank.stdout.readline()
-            until = time.monotonic() + 30
-            while _listens(int(port)):
-                assert time.monotonic() < until, "the store's server has not ended"
-                time.sleep(0.01)
-            for rank in ranks:
-                assert rank.stdin is not None
-                rank.stdin.write("\n")
-                rank.stdin.flush()
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
+    _run(tmp_path, AGAIN, str(free_port()))

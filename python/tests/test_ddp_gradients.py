@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ddp_models import MODELS, Model, batch, loss_of, whole_batch
+from ddp_models import Mlp, backward, build, make
 from ddp_support import (
+    DEVICE,
     TOLERANCE,
     RankPool,
     check,
     check_equal,
     check_gradients,
     check_near,
-    check_same_on_all_ranks,
     check_step,
     gradients,
     host_channel,
-    mean_over_ranks,
     on_ranks,
     to_reference,
     widen,
@@ -33,6 +33,39 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class SharedEmbedding(nn.Module):
+    """One table that is used for both inputs and for the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.decoder = nn.Linear(6, 11, bias=False)
+        self.decoder.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.table(x).unbind(1)
+        return self.decoder(torch.tanh(self.mix(left) + right))
+
+
+#: Models, and what they take. ddp_programs.py has others.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
+    "mlp": (Mlp, lambda g: torch.randn(3, 6, generator=g)),
+    "lstm": (Lstm, lambda g: torch.randn(3, 7, 4, generator=g)),
+    "shared_embedding": (SharedEmbedding, lambda g: torch.randint(11, (3, 2, 4), generator=g)),
+}
+
+
 def wrap(model: nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
     options = dict(options)
     if options.pop("_triggers", False):
@@ -40,37 +73,16 @@ def wrap(model: nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
     return DistributedDataParallel(model, **options)
 
 
-def _local(model: nn.Module, spec: Model, rank: int, step: int) -> dict[str, Tensor | None]:
-    alone = copy.deepcopy(model)
-    alone.zero_grad()
-    loss_of(alone(*batch(spec, rank, step))).backward()
-    return gradients(alone)
-
-
 def _trains_right(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, int]:
-    spec = MODELS[name]
+    make, inputs = MODELS[name]
     # Different values on other ranks. Rank 0's must be used.
-    plain = spec.make(seed=0)
-    ddp = wrap(spec.make(seed=rank), options)
-    reference = to_reference(plain)
-    loosely = {torch.float32: 1e-4, torch.float64: 1e-12, torch.float16: 2e-2}.get(spec.dtype, 8e-2)
-    if spec.dtype is None and name != "mixed_dtypes":
-        loosely = 1e-4
+    ddp, reference = wrap(build(make, rank), options), to_reference(build(make, 0))
     for step in range(4):
-        ddp.zero_grad(set_to_none=step % 2 == 0)
+        batches = [inputs(torch.Generator().manual_seed(1000 * step + r)) for r in range(world)]
+        check_step(ddp, lambda m, r, b=batches: m(b[r]).square().mean(), f"{name}, step {step}")
         reference.zero_grad()
-        loss_of(ddp(*batch(spec, rank, step))).backward()
-        loss_of(reference(*widen(whole_batch(spec, world, step)))).backward()
-        what = f"{name}, step {step}"
-        check_gradients(ddp, gradients(reference), f"{what}, whole batch", loosely)
-        locally = [_local(plain, spec, r, step) for r in range(world)]
-        mean = mean_over_ranks(locally)
-        for key, grad in gradients(ddp).items():
-            scale = max(local[key].abs().max().item() if grad.numel() else 0.0 for local in locally)
-            check_near(grad, mean[key], f"{what}, mean of ranks: {key}", None, scale)
-        check_same_on_all_ranks([p.grad for p in ddp.parameters()], what)
-        for parameter in ddp.parameters():
-            check_equal(parameter.grad.dtype, parameter.dtype, f"{what}: dtype of the gradient")
+        reference(widen(torch.cat(batches))).square().mean().backward()
+        check_gradients(ddp, gradients(reference), f"{name}, step {step}, whole batch", 1e-4)
     return ddp.statistics()
 
 
@@ -108,47 +120,36 @@ class _Vector(nn.Module):
         return (self.a * x).sum() + (self.b * x).sum()
 
 
-def _step(ddp: nn.Module, value: float, dtype: torch.dtype) -> Tensor:
-    ddp.zero_grad()
-    ddp(torch.full((4,), value, dtype=dtype)).backward()
-    check_equal(ddp.module.a.grad, ddp.module.b.grad, "both gradients")
-    return ddp.module.a.grad
+#: Options, whether ranks share memory (where sums are in float32), and an average of 40,000.
+IN_HALF: list[tuple[dict[str, Any], str, float]] = [
+    ({}, "0", math.inf),
+    ({}, "1", 4e4 if DEVICE == "cpu" else math.inf),
+    ({"allreduce_always_fp32": True}, "0", 4e4),
+    ({"gradient_predivide_factor": 8.0}, "0", 4e4),
+]
 
 
 @pytest.mark.parametrize("views", [False, True])
 @on_ranks(2)
-def test_always_fp32_sum_beyond_half_range_is_finite(rank: int, world: int, views: bool) -> None:
-    # Sums in shared memory are always in float32.
-    for always, channel, expected in ((False, "0", math.inf), (False, "1", 4e4), (True, "0", 4e4)):
+def test_sum_beyond_half_range_is_finite_with_the_options_for_it(
+    rank: int, world: int, views: bool
+) -> None:
+    for options, channel, expected in IN_HALF:
         with host_channel(channel):
             ddp = DistributedDataParallel(
-                _Vector(4, torch.float16),
-                allreduce_always_fp32=always,
-                gradient_as_bucket_view=views,
+                _Vector(4, torch.float16), gradient_as_bucket_view=views, **options
             )
             for _ in range(3):
-                grad = _step(ddp, 40000.0, torch.float16)
-                check_equal(
-                    grad,
-                    torch.full_like(grad, expected),
-                    f"allreduce_always_fp32={always}, {channel}",
-                )
-
-
-@on_ranks(2)
-def test_predivide_sum_beyond_half_range_is_finite(rank: int, world: int) -> None:
-    # Without the option, the sum overflows. Divided by 8 first, it does not.
-    ddp = DistributedDataParallel(_Vector(4, torch.float16), gradient_predivide_factor=8.0)
-    for _ in range(2):
-        grad = _step(ddp, 40000.0, torch.float16)
-        check_equal(grad, torch.full_like(grad, 40000.0), "predivided")
+                ddp.zero_grad()
+                ddp(torch.full((4,), 4e4, dtype=torch.float16)).backward()
+                for grad in (ddp.module.a.grad, ddp.module.b.grad):
+                    check_equal(grad, torch.full_like(grad, expected), f"{options}, {channel}")
 
 
 def _plans(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
-    spec = MODELS["mlp"]
-    ddp = wrap(spec.make(), options)
+    ddp = wrap(make(), options)
     check(ddp.needs_refresh, "a plan before the first backward")
-    loss_of(ddp(*batch(spec, rank))).backward()
+    backward(ddp, rank, 0)
     check(not ddp.needs_refresh, "no plan after the first backward")
     names = [name for name, _ in ddp.module.named_parameters()]
     return [[names[index] for index in bucket] for bucket in ddp._reducer.plan()]
@@ -181,12 +182,12 @@ def test_bucket_cap_plan_counts_bytes(ranks: RankPool) -> None:
 
 @on_ranks(2)
 def test_sparse_embedding_gradient_stays_sparse(rank: int, world: int) -> None:
-    spec = MODELS["sparse_embedding"]
-    ddp = DistributedDataParallel(spec.make())
+    table = nn.Embedding(13, 5, sparse=True)
+    ddp = DistributedDataParallel(nn.Sequential(table, nn.Linear(5, 2)))
     for step in range(3):
         ddp.zero_grad()
-        loss_of(ddp(*batch(spec, rank, step))).backward()
-        check(ddp.module.table.weight.grad.is_sparse, f"the gradient is dense in step {step}")
+        ddp(torch.tensor([[rank, step], [5, 6]])).sum().backward()
+        check(table.weight.grad.is_sparse, f"the gradient is dense in step {step}")
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -194,8 +195,7 @@ def test_sparse_embedding_gradient_stays_sparse(rank: int, world: int) -> None:
 def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
     rank: int, world: int, views: bool
 ) -> None:
-    spec = MODELS["mlp"]
-    ddp = DistributedDataParallel(spec.make(), gradient_as_bucket_view=views)
+    ddp = DistributedDataParallel(make(), gradient_as_bucket_view=views)
     plain = copy.deepcopy(ddp.module)
     parameters = list(ddp.named_parameters())
     during: dict[str, Tensor | None] = {}
@@ -208,8 +208,8 @@ def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
     for step in range(4):
         ddp.zero_grad()
         plain.zero_grad()
-        loss_of(ddp(*batch(spec, rank, step))).backward()
-        loss_of(plain(*batch(spec, rank, step))).backward()
+        backward(ddp, rank, step)
+        backward(plain, rank, step)
         local = gradients(plain)
         for name, grad in during.items():
             want = widen(local[name.removeprefix("module.")])
@@ -245,3 +245,31 @@ def test_frozen_parameters_made_in_inference_mode(rank: int, world: int) -> None
     for step in range(3):
         check_step(ddp, lambda model, rank: model(torch.sin(x * (1 + rank))), f"step {step}")
         optimizer.step()
+
+
+class Zeros(torch.autograd.Function):
+    """Its gradient is a ZeroTensor, which has no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch._efficientzerotensor(grad.shape, device=grad.device)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_zero_tensor_gradient_counts_as_zeros(rank: int, world: int, views: bool) -> None:
+    for size in (20, 1):
+        layer = nn.Linear(4, 3)
+        ddp = DistributedDataParallel(layer, message_size=size, gradient_as_bucket_view=views)
+        for _ in range(3):
+            ddp.zero_grad()
+            y = ddp(torch.ones(2, 4))
+            (Zeros.apply(layer.weight).sum() if rank == 1 else layer.weight.sum()).add(
+                y.sum() * 0
+            ).backward()
+            check_near(layer.weight.grad, torch.full((3, 4), 0.5), "half of rank 0's", 1e-6)
+            layer.weight.grad.add_(1)  # it can be written

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import MODELS, batch, build, data, loss_of, whole_batch
+from ddp_models import batch, build, data, make
 from ddp_support import (
     RankPool,
     check,
@@ -22,7 +22,6 @@ from ddp_support import (
     gradients,
     on_ranks,
     to_reference,
-    widen,
 )
 from torch import Tensor, nn
 
@@ -32,11 +31,9 @@ from apex.parallel.distributed import flat_dist_call
 
 pytestmark = pytest.mark.processes
 
-SPEC = MODELS["mlp"]
-
 
 def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    return loss_of(model(*batch(SPEC, rank, step)))
+    return model(batch(rank, step)).square().mean()
 
 
 # --- state and attributes ---
@@ -44,14 +41,14 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 @on_ranks(2)
 def test_state_dict_and_attributes_as_scripts_expect(rank: int, world: int) -> None:
-    model = SPEC.make()
+    model = make()
     ddp = DistributedDataParallel(model, message_size=77, delay_allreduce=1)  # as old scripts do
     check_equal(list(ddp.state_dict()), [f"module.{name}" for name in model.state_dict()], "keys")
-    other = DistributedDataParallel(SPEC.make(seed=5))
+    other = DistributedDataParallel(make(5))
     other.load_state_dict(ddp.state_dict())
     for (name, a), b in zip(ddp.named_parameters(), other.parameters(), strict=True):
         check_equal(a.data, b.data, f"{name}, loaded")
-    plain = SPEC.make(seed=6)
+    plain = make(6)
     plain.load_state_dict({k.removeprefix("module."): v for k, v in ddp.state_dict().items()})
     check(ddp.module is model, "module is another object")
     check(not isinstance(ddp, nn.parallel.DistributedDataParallel), "a subclass of torch's class")
@@ -69,7 +66,7 @@ def test_state_dict_and_attributes_as_scripts_expect(rank: int, world: int) -> N
 @on_ranks(2)
 def test_copy_of_the_wrapper_trains(rank: int, world: int, how: str, trained: bool) -> None:
     ddp = DistributedDataParallel(
-        SPEC.make(), message_size=30, gradient_as_bucket_view=True, gradient_predivide_factor=2.0
+        make(), message_size=30, gradient_as_bucket_view=True, gradient_predivide_factor=2.0
     )
     if trained:
         check_step(ddp, _loss, "before")
@@ -86,7 +83,7 @@ def test_copy_of_the_wrapper_trains(rank: int, world: int, how: str, trained: bo
     for a, b in zip(ddp.parameters(), twin.parameters(), strict=True):
         check(a is not b and torch.equal(a, b), "parameters are shared or differ")
     with torch.no_grad():
-        check_equal(twin(*batch(SPEC, 0)), ddp(*batch(SPEC, 0)), "output")
+        check_equal(twin(batch(0, 0)), ddp(batch(0, 0)), "output")
     for step in range(3):
         check_step(twin, lambda m, r, s=step: _loss(m, r, s), f"the copy, step {step}")
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"the original, step {step}")
@@ -99,13 +96,13 @@ def test_pickled_wrapper_without_group_evaluates(ranks: RankPool) -> None:
     assert not dist.is_initialized()
     ddp = pickle.loads(content)
     with torch.no_grad():
-        assert ddp(*batch(SPEC, 0)).shape == (3, 4)
+        assert ddp(batch(0, 0)).shape == (4, 4)
     with pytest.raises(RuntimeError, match="init_process_group"):
-        ddp(*batch(SPEC, 0))
+        ddp(batch(0, 0))
 
 
 def _pickled(rank: int, world: int) -> bytes:
-    return pickle.dumps(DistributedDataParallel(SPEC.make()))
+    return pickle.dumps(DistributedDataParallel(make()))
 
 
 @pytest.mark.parametrize("arguments", [
@@ -114,8 +111,12 @@ def _pickled(rank: int, world: int) -> bytes:
     ((), {"dim": 0}), (([0], None), {}), ((None,), {}), ((None, None), {}),
     ((), {"device_ids": None, "output_device": None, "find_unused_parameters": True}),
 ])  # fmt: skip
-def test_device_ids_on_cpu_are_accepted(ranks: RankPool, arguments: Any) -> None:
-    ranks.run(2, _with_arguments, *arguments)
+@on_ranks(2)
+def test_device_ids_on_cpu_are_accepted(rank: int, world: int, arguments: Any) -> None:
+    args, kwargs = arguments
+    ddp = DistributedDataParallel(make(), *args, **kwargs)
+    check_equal((ddp.message_size, ddp.delay_allreduce), (10_000_000, False), "options")
+    check_step(ddp, _loss, f"{args} {kwargs}")
 
 
 def test_negative_device_id_is_the_device_of_the_module() -> None:
@@ -126,21 +127,15 @@ def test_negative_device_id_is_the_device_of_the_module() -> None:
     assert single_device([-1], -1, parameters) == (meta, meta)
 
 
-def _with_arguments(rank: int, world: int, args: Any, kwargs: Any) -> None:
-    ddp = DistributedDataParallel(SPEC.make(), *args, **kwargs)
-    check_equal((ddp.message_size, ddp.delay_allreduce), (10_000_000, False), "options")
-    check_step(ddp, _loss, f"{args} {kwargs}")
-
-
 @on_ranks(3)
 def test_process_group_averages_over_its_ranks_only(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[rank % 2]
-    ddp = DistributedDataParallel(SPEC.make(seed=rank), process_group=mine)
+    ddp = DistributedDataParallel(make(rank), process_group=mine)
     check_equal(ddp.world_size, float(mine.size()), "world_size")
-    plain = to_reference(SPEC.make(seed=rank % 2))
+    plain = to_reference(make(rank % 2))
     for r in range(rank % 2, world, 2):
-        (loss_of(plain(*widen(batch(SPEC, r)))) / mine.size()).backward()
+        (_loss(plain, r) / mine.size()).backward()
     _loss(ddp, rank).backward()
     check_gradients(ddp, gradients(plain), "in a group of its own", 1e-4)
 
@@ -190,13 +185,13 @@ def test_buffers_are_left_alone_unless_asked(
 
 @on_ranks(2)
 def test_reducer_of_a_module_averages_when_asked(rank: int, world: int) -> None:
-    model = SPEC.make(seed=rank)
+    model = make(rank)
     reducer = Reducer(model)
     check_same_on_all_ranks([p.data for p in model.parameters()], "parameters")
     model.c.bias.requires_grad_(False)
     for step in range(2):
         reference = to_reference(model)
-        loss_of(reference(*widen(whole_batch(SPEC, world, step)))).backward()
+        reference(torch.cat([batch(r, step) for r in range(world)])).square().mean().backward()
         model.zero_grad()
         _loss(model, rank, step).backward()
         local = gradients(model)

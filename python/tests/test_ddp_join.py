@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps_support import batch, make
+from ddp_models import batch, build, data, make
 from ddp_support import (
-    RankPool,
-    check,
     check_near,
     check_same_on_all_ranks,
+    check_step,
     gradients,
+    host_channel,
     on_ranks,
     raises,
     to_reference,
@@ -56,13 +56,14 @@ class Counter(nn.Module):
         return x * self.scale + self.seen
 
 
-def _follows_reference(
-    rank: int, world: int, counts: list[int], initial: bool, options: dict[str, Any]
-) -> None:
-    ddp = DistributedDataParallel(make(), **options)
+@pytest.mark.parametrize("initial", [True, False], ids=["by_world", "by_active"])
+@on_ranks(3)
+def test_join_uneven_counts_equal_one_process(rank: int, world: int, initial: bool) -> None:
+    """Other counts and options: ddp_programs.py."""
+    ddp = DistributedDataParallel(make())
     reference = to_reference(ddp.module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    mine = []
+    counts, mine = [2, 5, 3], []
     with ddp.join(divide_by_initial_world_size=initial):
         for step in range(counts[rank]):
             optimizer.zero_grad()
@@ -77,37 +78,13 @@ def _follows_reference(
         if step < counts[rank]:
             for name, grad in mine[step].items():
                 check_near(grad, expected[name], f"step {step}, {name}", 1e-4)
-    for (name, parameter), wanted in zip(
-        ddp.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        check_near(parameter, wanted, f"final {name}", 1e-4)
+    for parameter, wanted in zip(ddp.parameters(), reference.parameters(), strict=True):
+        check_near(parameter, wanted, "final parameter", 1e-4)
     check_same_on_all_ranks([p.data for p in ddp.parameters()], "final parameters")
     # Afterwards it is an ordinary wrapper again.
     ddp.zero_grad()
     ddp(batch(rank, 0)).square().sum().backward()
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "after join()")
-
-
-OPTIONS = [
-    {},
-    {"message_size": 1, "gradient_as_bucket_view": True},
-    {"message_size": 30, "allreduce_always_fp32": True},
-    {"gradient_predivide_factor": 2.0},
-    {"delay_allreduce": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "default")
-@pytest.mark.parametrize("initial", [True, False], ids=["by_world", "by_active"])
-def test_join_uneven_counts_equal_one_process(
-    ranks: RankPool, initial: bool, options: dict[str, Any]
-) -> None:
-    ranks.run(3, _follows_reference, [2, 5, 3], initial, options)
-
-
-@pytest.mark.parametrize("counts", [[0, 2], [2, 0], [3, 3], [0, 0], [1, 4]], ids=str)
-def test_join_any_counts_equal_one_process(ranks: RankPool, counts: list[int]) -> None:
-    ranks.run(2, _follows_reference, counts, True, {})
 
 
 # --- buffers ---
@@ -160,21 +137,62 @@ def test_join_exception_in_backward_ends_all_ranks(rank: int, world: int) -> Non
             torch.sin(ddp(batch(rank, steps))).sum().backward()
 
 
+# --- plans that change when a rank has no data ---
+
+CHANGES = {
+    "freezes": lambda ddp: ddp.module.layers[1].requires_grad_(False),
+    "rebuilds": lambda ddp: ddp.rebuild_buckets(),
+    "alternates": lambda ddp: ddp.module.layers[1].requires_grad_(
+        not ddp.module.layers[1].weight.requires_grad
+    ),
+}
+
+
+@pytest.mark.parametrize("channel", ["1", "0"], ids=["shared_memory", "sockets"])
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(3)
+def test_plans_that_change_under_join_when_a_rank_has_no_data(
+    rank: int, world: int, channel: str, change: str
+) -> None:
+    """Ranks with data change the plan when rank 0 has none."""
+    torch.manual_seed(rank)
+    with host_channel(channel):
+        ddp = DistributedDataParallel(build(), message_size=20)
+
+    def loss(model: nn.Module, r: int, step: int) -> torch.Tensor:
+        return model(data(r, step), [0, 1, 2]).square().mean()
+
+    for step in range(2):
+        check_step(ddp, lambda m, r, s=step: loss(m, r, s), f"before, {step}")
+    with ddp.join():
+        for step in range(2 if rank == 0 else 7):
+            if step == 4 or (step > 4 and change == "alternates"):
+                CHANGES[change](ddp)
+            ddp.zero_grad()
+            loss(ddp, rank, 10 + step).backward()
+            reference = to_reference(ddp.module)
+            for r in range(0 if step < 2 else 1, world):
+                x = data(r, 10 + step).double()
+                (reference(x, [0, 1, 2]).square().mean() / world).backward()
+            expected = gradients(reference)
+            for name, grad in gradients(ddp.module).items():
+                check_near(grad, expected[name], f"step {step}: {name}")
+    ddp.module.requires_grad_(True)
+    for step in (30, 31):
+        check_step(ddp, lambda m, r, s=step: loss(m, r, s), f"after, {step}")
+
+
 # --- the edges ---
 
 
 @on_ranks(2)
 def test_join_throw_on_early_termination_raises_on_all(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(make())
-    try:
-        with ddp.join(throw_on_early_termination=True):
-            for step in itertools.count() if rank == 1 else range(1):
-                ddp.zero_grad()
-                ddp(batch(rank, step)).sum().backward()
-    except RuntimeError as error:
-        check("rank 0 has run out of data" in str(error), str(error))
-    else:
-        raise AssertionError("nothing was raised")
+    said = "rank 0 has run out of data"
+    with raises(RuntimeError, said), ddp.join(throw_on_early_termination=True):
+        for step in itertools.count() if rank == 1 else range(1):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).sum().backward()
 
 
 @on_ranks(2)
@@ -183,11 +201,6 @@ def test_join_disabled_and_nested(rank: int, world: int) -> None:
     with ddp.join(enable=False):
         ddp(batch(rank, 0)).sum().backward()
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "gradients")
-    with ddp.join():
-        try:
-            with ddp.join():
-                pass
-        except RuntimeError as error:
-            check("join() was entered inside another join()" in str(error), str(error))
-        else:
-            raise AssertionError("nesting was not refused")
+    nested = "join() was entered inside another join()"
+    with ddp.join(), raises(RuntimeError, nested), ddp.join():
+        pass

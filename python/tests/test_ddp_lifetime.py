@@ -129,3 +129,14 @@ def test_copy_shares_a_hooks_state_that_holds_a_process_group(rank: int, world: 
         check_step(twin, _loss, f"the copy, step {step}")
     check(state.iter > before, "the copy does not use the original's state")
     check_step(ddp, _loss, "the original again")
+
+
+@on_ranks(2)
+def test_a_copy_is_evaluated_by_one_rank_and_connects_in_training(rank: int, world: int) -> None:
+    average = torch.optim.swa_utils.AveragedModel(DistributedDataParallel(build())).eval()
+    if rank == 0:  # one rank evaluates a copy, with gradients enabled
+        _loss(average, 0)
+    with raises(RuntimeError, "its first forward ran in eval()"):
+        _loss(average, rank).backward()
+    average.train()
+    check_step(average.module, _loss, "the copy, once connected")

@@ -4,14 +4,15 @@ reads."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from ddp_steps_support import backward, batch, make, raised
-from ddp_support import check, check_equal, check_near, check_same_on_all_ranks, on_ranks
+from ddp_models import backward, batch, make
+from ddp_support import check, check_equal, check_near, check_same_on_all_ranks, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel
@@ -99,18 +100,14 @@ def test_check_finite_names_rank_and_parameter(
         bad = step == 2 and rank > 0
         if bad:
             ddp.module.b.weight.register_hook(lambda grad: torch.full_like(grad, value))
-        error = None
-        try:
+        said = (
+            "rank 1 contributed a gradient that is infinite or NaN for parameter 'b.weight' "
+            f"({world - 1} of {world} ranks"
+        )
+        with raises(RuntimeError, said) if step == 2 else contextlib.nullcontext():
             output.square().sum().backward()
-        except RuntimeError as caught:
-            error = caught
-        if step < 2:
-            check(error is None, f"step {step}: {error}")
-        if step == 2:
-            raised("rank 1 contributed a gradient that is infinite or NaN for parameter 'b.weight' "
-                   f"({world - 1} of {world} ranks", error)  # fmt: skip
-            ddp.module.b.weight._backward_hooks.clear() if bad else None
-    check(error is None, f"afterwards: {error}")
+        if bad:
+            ddp.module.b.weight._backward_hooks.clear()
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
 
 

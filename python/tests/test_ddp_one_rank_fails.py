@@ -110,3 +110,20 @@ def test_error_about_the_gradients_of_one_rank_ends_the_step_on_all(rank: int, w
         _loss(ddp, rank).backward()
     ddp.zero_grad()
     _loss(ddp, rank).backward()
+
+
+@on_ranks(4)
+def test_ranks_of_a_subgroup_are_named_so_that_they_can_be_found(rank: int, world: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(build(), process_group=groups[rank // 2])
+    loss = _loss(ddp, rank)
+    if rank == 3:
+        ddp.module.layers[1].weight.register_hook(lambda grad: 1 / 0)
+    if rank == 2:
+        with raises(RuntimeError, "an exception on rank 1", "ranks 2, 3 of the job"):
+            loss.backward()
+    elif rank == 3:
+        with raises(ZeroDivisionError, "division by zero"):
+            loss.backward()
+    else:
+        loss.backward()

@@ -12,6 +12,7 @@ import unittest.mock
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_models import build, data
 from ddp_support import (
     check,
     check_equal,
@@ -23,7 +24,6 @@ from ddp_support import (
     to_reference,
 )
 from nccl_like import eager_nccl
-from several_support import Net, batch
 from torch import nn
 
 from apex._internal import groups
@@ -73,17 +73,17 @@ def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_rank
     if rank > 1:  # the other pair creates no wrapper
         return
     with eager_nccl() as asked:
-        model = Net()
+        model = build()
         ddp = DistributedDataParallel(
             model, message_size=1, num_allreduce_streams=3, process_group=pairs[0]
         )
         check(asked == 2 * ["synchronize", "split_group [[0, 1]]"], str(asked))
     for step in range(3):
         ddp.zero_grad()
-        ddp(batch(rank, step)).square().mean().backward()
+        ddp(data(rank, step), [0, 1, 2]).square().mean().backward()
         reference = to_reference(model)
         for r in range(2):
-            (reference(batch(r, step).double()).square().mean() / 2).backward()
+            (reference(data(r, step).double(), [0, 1, 2]).square().mean() / 2).backward()
         expected = gradients(reference)
         for name, grad in gradients(model).items():
             check_near(grad, expected[name], f"step {step}: {name}")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import Mlp
-from ddp_steps_support import backward, batch, make
+from ddp_models import Mlp, backward, batch, make
 from ddp_support import check, check_equal, check_same_on_all_ranks, on_ranks
 from ddp_support import raises as raises_in_rank
 from torch import Tensor
@@ -67,9 +66,7 @@ def _failing_loss(ddp: Any, rank: int, step: int, at: str) -> Tensor:
     x = batch(rank, step).requires_grad_()
     if at == "below":  # when all gradients are ready
         return ddp(_Fails.apply(x)).square().sum()
-    if at == "first":
-        handle = list(ddp.parameters())[-1].register_hook(lambda g: _Fails.backward(None, g))
-    elif at == "middle":
+    if at == "middle":
         handle = list(ddp.parameters())[2].register_hook(lambda g: _Fails.backward(None, g))
     else:
         handle = next(iter(ddp.parameters())).register_hook(lambda g: _Fails.backward(None, g))

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_steps_support import backward, batch, make, raised
+import torch.distributed as dist
+from ddp_models import backward, batch, make
 from ddp_support import (
     check_equal,
     check_same_on_all_ranks,
     notices,
     on_ranks,
+    raises,
 )
 
 from apex.parallel import DistributedDataParallel
@@ -80,13 +82,9 @@ def test_ranks_out_of_step_raise_on_all(
         _train(ddp, optimizer, rank, step)
     if rank == 1:
         act(ddp, optimizer, rank)
-    error = None
-    try:
+    with raises(RuntimeError, f"rank {rank}: the ranks are out of step", said):
         _train(ddp, optimizer, rank, 3)
-    except RuntimeError as caught:
-        error = caught
-    raised(f"rank {rank}: the ranks are out of step", error)
-    raised(said, error)
+    dist.barrier()  # a rank whose wrapper is gone has left
 
 
 @on_ranks(3)
@@ -94,8 +92,8 @@ def test_extra_backward_on_one_rank_raises_on_all(rank: int, world: int) -> None
     """Rank 1's extra backward meets the others' step. All ranks raise there."""
     ddp = DistributedDataParallel(make(seed=rank))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    error = None
-    try:
+    said = "the ranks are out of step: rank 0, rank 2 updated the parameters since"
+    with raises(RuntimeError, said, "rank 1 did not"):
         for step in range(5):
             optimizer.zero_grad()
             loss = ddp(batch(rank, step)).square().sum()
@@ -103,10 +101,7 @@ def test_extra_backward_on_one_rank_raises_on_all(rank: int, world: int) -> None
             if rank == 1 and step == 2:
                 loss.backward()
             optimizer.step()
-    except RuntimeError as caught:
-        error = caught
-    raised("the ranks are out of step: rank 0, rank 2 updated the parameters since", error)
-    raised("rank 1 did not", error)
+    dist.barrier()
 
 
 @on_ranks(2)
@@ -141,11 +136,10 @@ def test_out_of_step_in_one_of_several_wrappers(rank: int, world: int, name: str
     parameters = [p for wrapper in wrappers for p in wrapper.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     losses, quiet, said = DEEDS[name]
-    error = None
-    for step in range(5):
-        optimizer.zero_grad()
-        mine = losses if rank == 0 and step == 2 else [0, 1]
-        try:
+    with raises(RuntimeError, f"the ranks are out of step: {said}"):
+        for step in range(5):
+            optimizer.zero_grad()
+            mine = losses if rank == 0 and step == 2 else [0, 1]
             with contextlib.ExitStack() as stack:
                 if quiet is not None and rank == 0 and step == 2:
                     stack.enter_context(wrappers[quiet].no_sync())
@@ -153,11 +147,8 @@ def test_out_of_step_in_one_of_several_wrappers(rank: int, world: int, name: str
                 sum(outputs[i].square().sum() for i in sorted(set(mine))).backward()
                 if len(mine) > 2:
                     wrappers[mine[1]](batch(rank, step)).square().sum().backward()
-        except RuntimeError as caught:
-            error = caught
-            break
-        optimizer.step()
-    raised(f"the ranks are out of step: {said}", error)
+            optimizer.step()
+    dist.barrier()
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Common uses of DistributedDataParallel: skip, freeze, replace, accumulate."""
+"""Common uses of DistributedDataParallel: unused and frozen parameters, checkpointing,
+accumulation."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import build, data
+from ddp_models import backward, build, data, make, mean_gradients
+from ddp_program_nets import Net
 from ddp_support import (
-    RankPool,
     check,
     check_equal,
-    check_same_on_all_ranks,
+    check_near,
     check_step,
+    gradients,
     on_ranks,
+    raises,
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -28,42 +31,20 @@ pytestmark = pytest.mark.processes
 
 # --- parameters without a gradient ---
 
-#: By step and rank, the layers that are used.
-LESS = [[[0, 1, 2], [0, 1, 2]], [[0, 1], [0]], [[], [0]], [[0, 2], [2]]]
 
-
-def _skips(rank: int, world: int) -> dict[str, int]:
-    ddp = DistributedDataParallel(build())
-    for step, used in enumerate(LESS):
-
-        def loss(model: nn.Module, r: int, step: int = step, used: Any = used) -> Tensor:
-            x = data(r, step).requires_grad_()
-            return (x * 1.0 + model(x * 1.0, used[r])).square().mean()
-
-        check_step(ddp, loss, f"step {step}")
-    return ddp.statistics()
-
-
-def test_unused_parameters_no_rank_misses_one_reads_nothing(ranks: RankPool) -> None:
-    for statistics in ranks.run(2, _skips):
-        assert statistics["plans_recorded"] == 1
-    spec = [[[0, 1, 2], [0, 1, 2]]] * 3
-    for statistics in ranks.run(2, _all_used, spec):
-        assert statistics["usage_reads"] == 0
-
-
-def _all_used(rank: int, world: int, steps: Any) -> dict[str, int]:
+@on_ranks(2)
+def test_unused_parameters_no_rank_misses_one_reads_nothing(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
-    for used in steps:
-        ddp(data(rank), used[rank]).sum().backward()
-    return ddp.statistics()
+    for _ in range(3):
+        _plain_loss(ddp, rank).backward()
+    check_equal(ddp.statistics()["usage_reads"], 0, "reads")
 
 
 # --- parameters that change ---
 
 
-def _plain_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(data(rank), [0, 1, 2]).square().sum()
+def _plain_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(data(rank, step), [0, 1, 2]).square().sum()
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -100,17 +81,36 @@ def test_a_plan_has_what_was_used_and_leaves_out_what_stays_frozen(
 
 
 @on_ranks(2)
-def test_frozen_parameters_are_broadcast_and_can_be_unfrozen(rank: int, world: int) -> None:
-    model = build()
-    model.layers[0].requires_grad_(False)
-    with torch.no_grad():
-        model.layers[0].weight.add_(rank)
-    ddp = DistributedDataParallel(model)
-    check_same_on_all_ranks(list(ddp.parameters()), "frozen parameters after construction")
-    check_step(ddp, _plain_loss, "frozen")
-    check_equal(len(ddp.active_params), 4, "active parameters")
-    model.layers[0].requires_grad_(True)
-    check_step(ddp, _plain_loss, "unfrozen")
+def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(rank: int, world: int) -> None:
+    """As in a GAN's critic: it builds a graph, is frozen for another forward, and then runs its
+    backward."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(build(), message_size=20)
+
+    def loss(model: Any, r: int, step: int) -> Tensor:
+        result = _plain_loss(model, r, step)
+        layer = getattr(model, "module", model).layers[1].requires_grad_(False)
+        _plain_loss(model, r, 20)
+        layer.requires_grad_(True)
+        return result
+
+    for step in range(4):
+        check_step(ddp, lambda m, r, s=step: loss(m, r, s), f"step {step}")
+
+
+# --- activation checkpointing ---
+
+
+@on_ranks(2)
+def test_checkpointing_overlaps_as_much_as_without(rank: int, world: int) -> None:
+    launched = []
+    for how in (None, "non-reentrant", "reentrant"):
+        ddp = DistributedDataParallel(build(lambda: Net(["linear"] * 4)), message_size=20)
+        for _ in range(4):
+            x = torch.randn(4, 4, requires_grad=True)
+            ddp(x, x, (), how).last.sum().backward()
+        launched.append(ddp.statistics()["launched_in_backward"])
+    check(launched[0] > 0 and launched == launched[:1] * 3, f"buckets: {launched}")
 
 
 # --- other threads ---
@@ -140,3 +140,45 @@ def test_thread_that_logs_does_not_wait_for_a_backward_that_waits_for_it(
     thread.start()
     ddp(torch.ones(1, 4)).sum().backward()
     thread.join()
+
+
+# --- accumulation ---
+
+
+@on_ranks(2)
+def test_no_sync_left_by_exception_synchronizes_again(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), message_size=20)
+    with raises(KeyError):
+        with ddp.no_sync():
+            raise KeyError("on purpose")
+    check(ddp.require_backward_grad_sync, "no_sync() is still in force")
+    for step in range(2):
+        check_step(ddp, _plain_loss, f"step {step}")
+    with raises(ZeroDivisionError):
+        with ddp.no_sync():
+            _plain_loss(ddp, rank, 3).backward()
+            raise ZeroDivisionError
+    ddp.zero_grad()
+    check_step(ddp, _plain_loss, "after a failure between two backwards")
+    ddp.disable_allreduce()
+    with ddp.no_sync():
+        pass
+    check(not ddp.require_backward_grad_sync, "no_sync() switched disabled all-reduces on")
+    ddp.enable_allreduce()
+    check_step(ddp, _plain_loss, "enabled again")
+
+
+@on_ranks(2)
+def test_sums_not_cleared_between_backwards_raise(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(make(), gradient_average=False)
+    backward(ddp, rank, 0)
+    with raises(RuntimeError, "still held the gradient that the last synchronized backward summed"):
+        backward(ddp, rank, 1)
+    for set_to_none in (True, False):
+        ddp.zero_grad(set_to_none=set_to_none)
+        with ddp.no_sync():
+            backward(ddp, rank, 0)
+        backward(ddp, rank, 1)
+    first, second = (mean_gradients(ddp.module, world, step) for step in (0, 1))
+    for name, grad in gradients(ddp).items():
+        check_near(grad, world * (first[name] + second[name]), name, 1e-4)

@@ -186,29 +186,3 @@ def test_rank_that_ends_apex_names_it(ranks: RankPool) -> None:
         (step, said, _, _), code = ranks.run(2, _train, package, "end", lost=(1,))
         assert (step, code) == (MISTAKE, 3)
         assert ("rank 1" in said and "has ended" in said) == (package == "apex"), said
-
-
-SILENT = (
-    "model.module(x)",
-    "loads other weights",
-    "one optimizer step more",
-    "another order",
-    "batches of different sizes",
-)
-OTHERS = (
-    "does not use a parameter",
-    "exception in backward",
-    "leaves out a backward",
-    "one rank ends",
-    "one rank is late",
-)
-
-
-def test_table_has_a_row_for_every_mistake_that_is_tested() -> None:
-    page = (ROOT / "docs/mistakes.md").read_text()
-    table = re.search(r"^\| mistake.*?(?=\n\n)", page, re.M | re.S)
-    assert table is not None
-    found = [row.split(" | ")[0] for row in table[0].splitlines()[2:]]
-    assert len(found) == len(SILENT + OTHERS)
-    for words in SILENT + OTHERS:
-        assert sum(words in mistake for mistake in found) == 1, words

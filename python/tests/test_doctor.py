@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m apex.doctor``: its report, and each of its recommendations."""
+"""``python -m apex.doctor``, its report and recommendations, and ``python -m apex.demo``."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,20 @@ def test_failing_processes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None
     doctor.measure(host)
     assert host.problem == "two processes here: no end within 0.01 s"
     assert list(doctor.describe(host))[-1] == f"failed: {host.problem}."
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
+def test_demo_names_the_rank_that_is_late_and_killed_and_writes_no_files(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "apex.demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 holds it up" in done.stderr
+    assert "its last gradient was that of '2.bias'" in done.stderr
+    assert "rank 1 has ended" in done.stdout
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,13 +15,11 @@ import pytest
 import torch
 import torch.distributed.launch
 import torch.distributed.run
-from ddp_support import free_port, require
+from ddp_support import free_port, same_bits
 from package_support import cpp_program, run_torchrun
 from warm import run_script, run_script_on_ranks
 
 from apex.parallel import multiproc
-
-require("sklearn", "tqdm")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STANDALONE = ["--standalone", "--local-addr=localhost", "--nproc_per_node=2"]
@@ -31,7 +30,12 @@ LAUNCHERS = {
 }
 TIMEOUT_S = 600  # only a guard against hangs
 
-pytestmark = pytest.mark.processes
+# Not importorskip(), because every worker collects this module.
+MISSING = [name for name in ("sklearn", "tqdm") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed"),
+]
 
 
 def environment() -> dict[str, str]:
@@ -161,16 +165,6 @@ def test_resumed_script_ends_as_if_it_had_not_stopped(
     run(2, "--checkpoint", whole)
     assert same_bits(torch.load(resumed), torch.load(whole))
     assert not same_bits(torch.load(half), torch.load(whole))
-
-
-def same_bits(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_bits, one, other))
-    return one == other
 
 
 # --- mnist ---

@@ -25,8 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import run_programs
-from ddp_models import Mlp
-from ddp_steps_support import batch, make, mean_gradients
+from ddp_models import Mlp, batch, make, mean_gradients
 from ddp_support import (
     RankPool,
     check,

@@ -13,6 +13,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
+import amp_C
+import apex
+import apex_C
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT.parent / "cpp" / "src"
 PACKAGES = ("apex", "amp_C", "apex_C")
@@ -105,41 +111,6 @@ def test_packages_import_downwards_and_modules_in_no_circle(tmp_path: Path) -> N
     graphlib.TopologicalSorter(read(ROOT, types=False)).prepare()  # raises CycleError
 
 
-def _private_names(files: list[Path]) -> set[str]:
-    """Attributes and imports with a leading underscore that no source of the package defines."""
-    own, used = set[str](), set[str]()
-    for file in (ROOT / "apex").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-        own.add(file.stem)
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Attribute):
-                names = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
-            used.update(name for name in names if re.match("_[^_]", name))
-    return used - own
-
-
-def test_private_names_of_torch_are_listed() -> None:
-    folders = ("apex", "apex/parallel", "apex/_internal")
-    files = [file for folder in folders for file in (ROOT / folder).glob("*.py")]
-    of_python = {"_exit", "_make", "_replace", "_option_string_actions"}
-    page = (ROOT.parent / "docs" / "compatibility.md").read_text()
-    table = page.partition("private names of torch")[2].partition("\n\n## ")[0]
-    assert [n for n in _private_names(files) - of_python - {"_C"} if n not in table] == []
-    listed = set(re.findall(r"\b_[a-z]\w+", table)) - {"_internal"}
-    text = "".join(file.read_text() for file in files)
-    assert [name for name in listed if name not in text] == []
-
-
 #: By folder of cpp/src: the folders and headers whose headers it may include. A header outside of
 #: folders is below all parts.
 BELOW = {
@@ -165,3 +136,41 @@ def test_parts_in_cpp_include_only_parts_below_them() -> None:
     assert seen > 30
     for header in SOURCES.glob("*.h"):
         assert not re.search(r'^#include "\w+/', header.read_text(), re.M), header.name
+
+
+# --- a script's torch.set_default_device does not affect what the package creates ---
+
+FACTORIES = {function.__name__ for function in _device_constructors()}
+
+
+def _without_device(source: str) -> list[str]:
+    """Calls of torch's functions that create a tensor on the default device."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in FACTORIES
+        and "device" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_every_tensor_of_the_package_names_its_device() -> None:
+    found = {}
+    for package in (apex, amp_C, apex_C):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            text = path.read_text()
+            # A name without its module would not be detected.
+            assert "from torch import *" not in text
+            imported = [
+                alias.name
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.ImportFrom) and node.module == "torch"
+                for alias in node.names
+            ]
+            assert not FACTORIES.intersection(imported), path
+            if calls := _without_device(text):
+                found[str(path)] = calls
+    assert not found
+    assert _without_device("x = torch.zeros(3)") and not _without_device("x = torch.zeros_like(y)")

@@ -12,11 +12,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ddp_support import free_port
 from warm import run_script
 
 from apex.parallel import multiproc
@@ -135,26 +133,8 @@ class Job:
 
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The launcher is forked from a process that has imported torch (see warm)."""
-        return self._run(self.folder, command, env)
-
-    def run_nodes(
-        self, nodes: int, *command: str, **env: str
-    ) -> list[subprocess.CompletedProcess[str]]:
-        """Launchers of one job, each with its --node-rank and in a separate folder."""
-
-        def run_node(node: int) -> subprocess.CompletedProcess[str]:
-            folder = self.folder / f"node{node}"
-            folder.mkdir()
-            return self._run(folder, (f"--node-rank={node}", *command), env)
-
-        with ThreadPoolExecutor(nodes) as pool:
-            return list(pool.map(run_node, range(nodes)))
-
-    def _run(
-        self, folder: Path, command: tuple[str, ...], env: dict[str, str]
-    ) -> subprocess.CompletedProcess[str]:
-        whole = self.environment(**env)
-        return run_script(multiproc.__file__, *command, cwd=folder, env=whole, timeout_s=TIMEOUT_S)
+        place = {"cwd": self.folder, "env": self.environment(**env)}
+        return run_script(multiproc.__file__, *command, **place, timeout_s=TIMEOUT_S)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         """Wait until the launcher and all processes that have its output open have ended."""
@@ -213,21 +193,6 @@ def test_environment_every_rank_is_complete(job: Job) -> None:
         assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
         assert int(env["OMP_NUM_THREADS"]) >= 1
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in reports}) == 1
-
-
-@pytest.mark.processes
-def test_two_nodes_ranks_are_numbered_through_and_meet(job: Job) -> None:
-    job.write(REPORT, "import torch.distributed as dist\n", 'dist.init_process_group("gloo")\n')
-    with (job.folder / "job.py").open("a") as file:
-        file.write("assert dist.get_world_size() == 4\ndist.barrier()\n")
-        file.write("dist.destroy_process_group()\n")
-    nodes = ["--nproc=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    for done in job.run_nodes(2, *nodes, "../job.py"):
-        assert done.returncode == 0, done.stderr
-    assert job.ranks() == [0, 1, 2, 3]
-    assert [job.report(rank)["env"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
-    # Ranks without output leave no file, on either node.
-    assert list(job.folder.rglob("*.log")) == []
 
 
 def test_processes_default_is_gpus_or_else_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ddp_support import share_one_gpu
 from sync_batch_norm_support import first_seed
 from torch import Tensor, nn
 
-from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from apex.parallel import DistributedDataParallel, convert_syncbn_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -145,45 +145,6 @@ def test_training_in_a_subgroup_of_three_nccl_ranks_equals_one_process(streams: 
     run_nccl_ranks(3, _trains_in_a_subgroup, streams)
 
 
-def _overflows_as_a_sum(rank: int, world_size: int) -> None:
-    for options, expected in (
-        ({}, float("inf")),  # summed, then divided, so small gradients keep their precision
-        ({"gradient_predivide_factor": 2.0}, 60000.0),
-        ({"allreduce_always_fp32": True}, 60000.0),
-        ({"gradient_average": False}, float("inf")),
-    ):
-        parameter = nn.Parameter(torch.zeros(100, device="cuda", dtype=torch.float16))
-        module = nn.Module()
-        module.register_parameter("weight", parameter)
-        module.forward = lambda p=parameter: (p.float() * 60000.0).sum()
-        ddp = DistributedDataParallel(module, **options)
-        for step in range(2):  # the first records the order, the second uses it
-            ddp.zero_grad(set_to_none=True)
-            ddp().backward()
-            value = parameter.grad.max().item()
-            assert value == expected, f"{options}, step {step}: {value}"
-
-
-def test_average_float16_sum_overflows_unless_divided_before_or_summed_in_float32() -> None:
-    run_nccl_ranks(2, _overflows_as_a_sum)
-
-
-def _accumulates(rank: int, world_size: int) -> None:
-    model = nn.Linear(4, 1, bias=False, device="cuda")
-    ddp = DistributedDataParallel(model)
-    ones = torch.ones(1, 4, device="cuda")
-    with ddp.no_sync():
-        ddp(ones * (rank + 1)).sum().backward()
-    assert model.weight.grad.max().item() == rank + 1
-    ddp(ones * (rank + 1)).sum().backward()
-    expected = 2 * sum(range(1, world_size + 1)) / world_size
-    assert model.weight.grad.max().item() == expected
-
-
-def test_no_sync_two_nccl_ranks_reduces_what_accumulated() -> None:
-    run_nccl_ranks(2, _accumulates)
-
-
 class _Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -193,28 +154,6 @@ class _Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.convolution(x)).relu().mean((2, 3)))
-
-
-def _normalizes_over_ranks(rank: int, world_size: int) -> None:
-    torch.manual_seed(3)
-    reference = _Normalized().double()
-    model = convert_syncbn_model(copy.deepcopy(reference)).to("cuda", torch.float64)
-    assert isinstance(model.norm, SyncBatchNorm)
-    ddp = DistributedDataParallel(model)
-    x = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    rows = 8 // world_size
-    for _ in range(2):
-        ddp.zero_grad(set_to_none=True)
-        reference.zero_grad(set_to_none=True)
-        ddp(x[rank * rows : (rank + 1) * rows].cuda()).square().mean().backward()
-        reference(x).square().mean().backward()
-    for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
-        _assert_near(got.grad, want.grad, 1e-9, name)
-    _assert_near(model.norm.running_var, reference.norm.running_var, 1e-9, "running_var")
-
-
-def test_sync_batch_norm_under_ddp_two_nccl_ranks_equals_one_process() -> None:
-    run_nccl_ranks(2, _normalizes_over_ranks)
 
 
 def _random_batch_norms(rank: int, world_size: int, seed: int) -> None:

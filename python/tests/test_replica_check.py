@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check, check_equal, notices, on_ranks, raises
+from ddp_support import check, check_equal, notices, on_ranks, raises
 from torch import nn
 
 from apex.parallel import DistributedDataParallel, SyncBatchNorm
@@ -54,8 +54,10 @@ def _other_weights(ddp: DistributedDataParallel) -> None:
         ddp.module.last.bias.add_(1)
 
 
-def _flips(rank: int, world: int, seeds: list[int]) -> None:
-    for seed in seeds:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_replica_check_finds_and_names_flipped_bits(rank: int, world: int) -> None:
+    for seed in range(15):
         pick = random.Random(seed)
         victim = pick.randrange(world)
         ddp, optimizer = made(
@@ -74,11 +76,6 @@ def _flips(rank: int, world: int, seeds: list[int]) -> None:
             who = "(rank 1 differs from rank 0, and no state has a majority): "
         with raises(RuntimeError, f"{who}parameter '{name}' differs"):
             train(ddp, optimizer, rank, EVERY + 1)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_replica_check_finds_and_names_flipped_bits(ranks: RankPool, world: int) -> None:
-    ranks.run(world, _flips, list(range(15)))
 
 
 class Own(Net):
@@ -129,8 +126,9 @@ def test_replica_check_warns_and_raises(rank: int, world: int) -> None:
             _other_weights(ddp)
         train(ddp, optimizer, rank, 12)
     check_equal(len(texts), 4 if rank == 0 else 0, "messages")
-    for one in texts:
+    for number, one in enumerate(texts):
         check(text in one and "and so do 1 more of " in one, one)
+        check(("probably because" in one) == (number == 0), f"causes are named once: {one}")
     # "raise": on every rank, in the same step, and again until it is fixed.
     ddp, optimizer = made(replica_check_every=1, on_divergence="raise")
     train(ddp, optimizer, rank, 3)

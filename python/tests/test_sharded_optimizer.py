@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ShardedOptimizer compared with the plain optimizer.
-
-More cases: ``python python/tests/test_sharded_optimizer.py --cases 1000``.
-"""
+"""ShardedOptimizer compared with the plain optimizer."""
 
 from __future__ import annotations
 
-import argparse
 import copy
+import os
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,20 +36,16 @@ from apex.parallel.LARC import LARC
 
 pytestmark = pytest.mark.processes
 
-CASES = 16
+SEEDS = 16
 
 
-def _run(pool: RankPool, first: int, count: int, says: bool = False) -> None:
-    for world in (1, 2, 3, 4):
-        seeds = [seed for seed in range(first, first + count) if seed % 4 == world - 1]
-        for begin in range(0, len(seeds), 25):
-            pool.run(world, run_seeds, seeds[begin : begin + 25], timeout_s=240)
-            if says:
-                print(f"{world} ranks: {begin + 25} of {len(seeds)} cases agree", flush=True)
-
-
-def test_sharded_optimizer_random_programs_step_as_the_plain_one_does(ranks: RankPool) -> None:
-    _run(ranks, 0, CASES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@on_ranks(timeout_s=240)
+def test_sharded_optimizer_random_programs_step_as_the_plain_one_does(
+    rank: int, world: int
+) -> None:
+    first = int(os.environ.get("APEX_TEST_SEED", "0"))
+    run_seeds(rank, world, list(range(first + world - 1, first + SEEDS, 4)))
 
 
 def _model(width: int = 300) -> nn.Module:
@@ -167,7 +160,11 @@ def _compare(
     check_same_on_all_ranks(results[0], "parameters")
 
 
-def _parts(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_sharded_optimizer_any_optimizer_and_parameter_steps_as_the_plain_one(
+    rank: int, world: int
+) -> None:
     def sharded(kind: Any, held: Any, on: bool, **options: Any) -> Any:
         return ShardedOptimizer(held, kind, **options) if on else kind(held, **options)
 
@@ -199,13 +196,6 @@ def _parts(rank: int, world: int) -> None:
         lambda held, on: sharded(torch.optim.SparseAdam, held, on),
         lambda held, optimizer, number: embedding([*held, *flat()[1:]], optimizer, number),
     )
-
-
-def test_sharded_optimizer_any_optimizer_and_parameter_steps_as_the_plain_one(
-    ranks: RankPool,
-) -> None:
-    for world in (2, 3):
-        ranks.run(world, _parts)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -262,7 +252,9 @@ def test_sharded_optimizer_with_amp_steps_as_the_plain_one(
 MATRICES = [(384, 96), (288, 96), (96, 96), (384, 96), (96, 384)] * 6 + [(512, 96)] * 2
 
 
-def _muon(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_sharded_optimizer_balances_the_ranks(rank: int, world: int) -> None:
     held = [nn.Parameter(torch.randn(shape)) for shape in MATRICES]
     held[0].requires_grad_(False)
     optimizer = ShardedOptimizer(held, torch.optim.Muon, lr=0.02)
@@ -270,11 +262,6 @@ def _muon(rank: int, world: int) -> None:
     for p, owner in zip(held[1:], optimizer._owners[1:], strict=True):
         loads[owner] += p.numel()
     check(max(loads) < 1.05 * sum(loads) / world, f"loads of the ranks: {loads}")
-
-
-def test_sharded_optimizer_balances_the_ranks(ranks: RankPool) -> None:
-    for world in (2, 4):
-        ranks.run(world, _muon)
 
 
 @on_ranks(2)
@@ -338,6 +325,22 @@ class Fails(torch.optim.SGD):
             raise self.error("no more numbers")
 
 
+@on_ranks(3, lost=(1,))
+def test_sharded_optimizer_names_a_rank_that_is_killed_in_its_step(rank: int, world: int) -> None:
+    model = _model()
+    optimizer = _sharded(model, Killed)
+    _backward(model)
+    with raises(RuntimeError, "rank 1"):
+        optimizer.step()
+
+
+class Killed(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Interrupted(Fails):
     error = KeyboardInterrupt
 
@@ -386,18 +389,3 @@ def test_sharded_optimizer_step_that_raises_on_one_rank_fails_the_group(
     # Another number of ranks makes the pool create a new group. All ranks take part, because the
     # end of the old one waits for peers that have not left it.
     ranks.run(4, _nothing)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=1000)
-    args = parser.parse_args()
-    with RankPool() as pool:
-        _run(pool, args.first, args.cases, says=True)
-    print(f"{args.cases} cases from {args.first} on: all agree")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoints
-from ddp_support import RankPool, check, check_equal, on_ranks
+from ddp_support import check, check_equal, on_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 
@@ -55,7 +55,12 @@ def check_same_parameters(found: nn.Module, wanted: nn.Module, start: nn.Module)
         check(not torch.equal(parameter, start.get_parameter(name)), f"{name} was not trained")
 
 
-def _checkpoints(rank: int, world: int, name: str, folder: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_distributed_checkpoint_resumed_equals_the_run_that_was_not_stopped(
+    rank: int, world: int, name: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoint")
     whole = DistributedDataParallel(network(rank))
     start = copy.deepcopy(whole.module)
     optimizer = make(name, whole)
@@ -74,13 +79,6 @@ def _checkpoints(rank: int, world: int, name: str, folder: str) -> None:
     )
     train(DistributedDataParallel(net), again, range(3, 6), rank)
     check_same_parameters(net, whole.module, start)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_distributed_checkpoint_resumed_equals_the_run_that_was_not_stopped(
-    ranks: RankPool, name: str, tmp_path: Path
-) -> None:
-    ranks.run(2, _checkpoints, name, str(tmp_path / "checkpoint"))
 
 
 @on_ranks(2)

@@ -6,12 +6,9 @@ Destructors of statics and functions registered with ``atexit`` do not run.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -99,8 +96,6 @@ def _finish(
             process.join()
             code = code or process.exitcode
         if running and (code or not ended):
-            if not code:
-                _end_with_stacks([process.pid for process in running.values()])
             for process in running.values():
                 process.kill()
                 process.join()
@@ -111,30 +106,11 @@ def _finish(
     return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
-def _end_with_stacks(pids: list[int | None]) -> None:
-    """Kill these processes and their children, after each has written its stacks to stderr."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid for pid in pids if pid is not None]
-    for pid in found:
-        found += children.get(pid, [])
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)  # the timeout is over already; each process writes its stacks or does not
-    for pid in found:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def _main(
     script: str, arguments: tuple[str, ...], cwd: str, env: dict[str, str], out: str, err: str
 ) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), number)
-    faulthandler.register(signal.SIGUSR1, file=2)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
