@@ -49,7 +49,7 @@ SLOWEST = (
     "test_multiproc",
     "test_ddp_compile",
     "test_ranks_apart",
-    "test_ddp_skip",
+    "test_ddp_one_rank_fails",
     "test_amp_master_weights",
     "test_elastic_restart",
     "test_examples",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,25 +39,21 @@ def change(machine: Machine, m: int, what: str, block: int) -> None:
         return
     if what in ("double", "float", "half_float", "data", "transposed", "channels_last"):
         machine.recast.add(m)
-    globals()[f"_{what}"](machine, net, m, block)
+    if what in OF_MODULE:
+        OF_MODULE[what](net)
+    else:
+        globals()[f"_{what}"](machine, net, m, block)
     if what in OF_PARAMETERS:
         machine.new_optimizers()
 
 
-def _double(machine: Machine, net: Net, m: int, block: int) -> None:
-    net.double()
-
-
-def _float(machine: Machine, net: Net, m: int, block: int) -> None:
-    net.float()
-
-
-def _half_float(machine: Machine, net: Net, m: int, block: int) -> None:
-    net.half().float()
-
-
-def _channels_last(machine: Machine, net: Net, m: int, block: int) -> None:
-    net.to(memory_format=torch.channels_last)
+#: Changes of the module alone.
+OF_MODULE: dict[str, Callable[[Net], Any]] = {
+    "double": lambda net: net.double(),
+    "float": lambda net: net.float(),
+    "half_float": lambda net: net.half().float(),
+    "channels_last": lambda net: net.to(memory_format=torch.channels_last),
+}
 
 
 def _data(machine: Machine, net: Net, m: int, block: int) -> None:

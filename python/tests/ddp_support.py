@@ -320,14 +320,6 @@ class RankPool:
         self._processes, self._pipes = [], []
         self._world = 0
 
-    def discard(self) -> None:
-        """End the processes, after tests that leave collectives which no peer joins.
-
-        Gloo's destructor would wait for these until their timeout.
-        """
-        self._world = 0
-        self._stop()
-
     def close(self) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):

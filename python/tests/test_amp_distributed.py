@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 from apex import amp
 from apex.amp import _amp_state
-from apex.fp16_utils import FP16_Optimizer
 
 pytestmark = pytest.mark.processes
 
@@ -100,25 +99,6 @@ def test_overflow_group_limits_who_skips(rank: int, world: int) -> None:
     model, optimizer = build("O2", overflow_group=groups[rank // 2])
     iterate(model, optimizer, overflow=rank == 1)
     assert _amp_state.loss_scalers[0].loss_scale() == (2.0**16 if rank == 2 else 2.0**15)
-
-
-@on_ranks(2)
-def test_fp16_optimizer_overflow_on_one_rank_skips_on_all(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3).half()
-    optimizer = FP16_Optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False
-    )
-    for step in range(2):
-        optimizer.zero_grad()
-        optimizer.backward(model(torch.ones(2, 3).half()).float().mean(), False)
-        if (rank, step) == (1, 0):
-            model.weight.grad[0, 0] = float("inf")
-        optimizer.update_master_grads()
-        assert optimizer.overflow == (step == 0)
-        optimizer.step()
-        assert_same_on_all_ranks(model.weight.float().sum().item())
-    assert optimizer.loss_scale == 2.0**15
 
 
 @on_ranks(2)

@@ -75,25 +75,8 @@ def all_blocks() -> list[Block]:
     ]
 
 
-#: Code that only passes a wrapper and its parts around needs none of our headers. If the same names
-#: are defined with other kinds or parameters, this is an error.
-FORWARD = """
-namespace apex::amp { class LossScaler; }
-namespace apex::parallel {
-template <typename> class DistributedDataParallel;
-class LARC;
-class Reducer;
-}
-namespace forward {
-struct Net;
-void train(apex::parallel::DistributedDataParallel<Net>&, apex::parallel::LARC&,
-           apex::parallel::Reducer&, apex::amp::LossScaler&);
-}
-"""
-
-
 def translation_unit(blocks: list[Block]) -> str:
-    """FORWARD, then all blocks, in namespaces by section, with their includes first."""
+    """All blocks, in namespaces by section, with their includes first."""
     includes: list[str] = []
     body: list[str] = []
     for number, block in enumerate(blocks):
@@ -108,7 +91,7 @@ def translation_unit(blocks: list[Block]) -> str:
         else:
             inner = f"[[maybe_unused]] void block_{number}() {{\n{line}{code}}}\n"
         body.append(f"namespace {name} {{\nusing namespace given;\n{inner}}}\n")
-    return "\n".join([FORWARD, *dict.fromkeys(includes), '#include "given.h"', *body])
+    return "\n".join([*dict.fromkeys(includes), '#include "given.h"', *body])
 
 
 def compile_source(source: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
+from ddp_support import check, on_ranks, raises
 from sync_batch_norm_support import (
     OperatorBatchNorm,
     device,  # noqa: F401  (a fixture)
     draw,
     reference_batch_norm,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import grad, hessian, jvp, vmap
 from torch.library import opcheck
 
 from apex.parallel import SyncBatchNorm
@@ -61,13 +66,6 @@ def test_operator_terms_of_a_gradient_that_cancel_are_not_rounded(dtype: torch.d
 
 
 @pytest.mark.usefixtures("device")
-def test_operator_gradcheck_first_and_second() -> None:
-    inputs = _inputs([3, 3, 2, 2], torch.float64, 3, seed=4)
-    assert torch.autograd.gradcheck(lambda *args: _normalize(*args, 1e-2), inputs)
-    assert torch.autograd.gradgradcheck(lambda *args: _normalize(*args, 1e-2), inputs)
-
-
-@pytest.mark.usefixtures("device")
 def test_operator_third_derivative_matches_numeric() -> None:
     x, weight, bias = _inputs([3, 2], torch.float64, 2, seed=1)
 
@@ -103,15 +101,6 @@ def test_operator_value_that_is_not_finite_spoils_its_channel_only(value: float)
 
 
 @pytest.mark.usefixtures("device")
-def test_channel_last_add_and_relu_follow_the_normalization() -> None:
-    for training in (True, False):
-        module = SyncBatchNorm(3, channel_last=True, fuse_relu=True).train(training)
-        x, z = torch.randn(2, 4, 5, 3).unbind()
-        want = torch.nn.BatchNorm1d(3).train(training)(x.movedim(-1, 1)).movedim(1, -1) + z
-        torch.testing.assert_close(module(x, z), want.relu())
-
-
-@pytest.mark.usefixtures("device")
 def test_sync_batch_norm_wrong_input_raises() -> None:
     module = SyncBatchNorm(4)
     with pytest.raises(ValueError, match="at least 2D input"):
@@ -124,17 +113,6 @@ def test_sync_batch_norm_wrong_input_raises() -> None:
         module.train()(torch.randn(1, 4))
     with pytest.raises(RuntimeError, match="no process group is registered as 'gone'"):
         OPS.sync_batch_norm(torch.randn(2, 4), None, None, None, None, None, 0.1, 1e-5, "gone")
-
-
-@pytest.mark.usefixtures("device")
-def test_sync_batch_norm_inference_mode_and_no_grad_work() -> None:
-    module = SyncBatchNorm(4)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert not module(torch.randn(2, 4)).requires_grad
-            other = SyncBatchNorm(4)
-            other(torch.randn(2, 4))
-            assert int(other.num_batches_tracked) == 1
 
 
 @pytest.mark.usefixtures("device")
@@ -192,3 +170,69 @@ def test_running_statistics_versions_move_once_per_batch() -> None:
         with mode():
             module(torch.randn(2, 4))
         assert [buffer._version for buffer in buffers] == [version + 1 for version in before]
+
+
+Module = Callable[[Tensor], Tensor]
+X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DX = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+XS = torch.randn(4, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def _cube(module: Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x).pow(3).sum()
+
+
+def _forward_mode(module: Module) -> Tensor:
+    with forward_ad.dual_level():
+        y = module(forward_ad.make_dual(X, DX))
+        return torch.stack([*forward_ad.unpack_dual(y)])
+
+
+def _batched_gradients(module: Module) -> Tensor:
+    x = X.clone().requires_grad_()
+    return torch.autograd.grad(module(x), x, XS, is_grads_batched=True)[0]
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "grad": lambda m: grad(_cube(m))(X),
+    "jvp": lambda m: jvp(m, (X,), (DX,)),
+    "vmap": lambda m: vmap(m)(XS),
+    "hessian": lambda m: hessian(_cube(m))(X),
+    "forward_mode": _forward_mode,
+    "batched_gradients": _batched_gradients,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("training", "track"), [(True, False), (False, True)])
+def test_transform_equals_torchs(name: str, training: bool, track: bool) -> None:
+    options: Any = {"track_running_stats": track, "dtype": torch.float64}
+    ours, theirs = SyncBatchNorm(3, **options), nn.BatchNorm1d(3, **options)
+    got, want = (TRANSFORMS[name](module.train(training)) for module in (ours, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.processes
+@on_ranks(2)
+def test_transform_on_several_ranks_is_refused_with_the_way_that_works(
+    rank: int, world: int
+) -> None:
+    module = SyncBatchNorm(3, track_running_stats=False, dtype=torch.float64)
+    for name in TRANSFORMS:
+        if name != "batched_gradients":
+            remedy = "torch.autograd.grad, which support derivatives of any order"
+            with raises(NotImplementedError, "several ranks", remedy):
+                TRANSFORMS[name](module)
+    # The alternatives in the message work, and no rank waits for another.
+    x = X.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(_cube(module)(x), x, create_graph=True)
+    dx.square().sum().backward()
+    check(x.grad is not None, "no second derivative")
+    # Gradients of several vectors are one backward after the other.
+    gradients = [torch.autograd.grad(module(x), x, dy)[0] for dy in XS]
+    torch.testing.assert_close(_batched_gradients(module), torch.stack(gradients))
+    alone = SyncBatchNorm(3, dtype=torch.float64).eval()
+    want = nn.BatchNorm1d(3, dtype=torch.float64).eval()
+    for transform in TRANSFORMS.values():
+        torch.testing.assert_close(transform(alone), transform(want), rtol=1e-9, atol=1e-9)
