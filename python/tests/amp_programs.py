@@ -14,16 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import random_programs
-from amp_program_run import (
-    DISCARDS,
-    LEVELS,
-    LOSSES,
-    OPTIMIZERS,
-    PLAIN,
-    Program,
-    Step,
-    run_programs,
-)
+from amp_program_run import DISCARDS, LEVELS, LOSSES, OPTIMIZERS, PLAIN, Program, Step, run_programs
 from ddp_support import RankPool, RanksFailed
 
 BATCH = 25

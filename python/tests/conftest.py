@@ -71,12 +71,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """With APEX_TEST_AT_ONCE, report failures immediately, for runs that may be interrupted."""
-    if report.failed and os.environ.get("APEX_TEST_AT_ONCE"):
-        print(f"\n--- {report.nodeid}\n{report.longreprtext[-6000:]}", flush=True)
-
-
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Four processes for the whole session. ``ranks.run(world, body, *args)`` uses some of them."""

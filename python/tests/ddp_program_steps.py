@@ -325,11 +325,7 @@ class Steps:
                         pass
 
     def weigh(
-        self,
-        stack: contextlib.ExitStack,
-        args: dict[str, Any],
-        forwards: list[Forward],
-        micro: int,
+        self, stack: contextlib.ExitStack, args: dict[str, Any], forwards: list[Forward], micro: int
     ) -> None:
         if self.average != "weighted":
             return

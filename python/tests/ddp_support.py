@@ -515,10 +515,7 @@ def alone(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Te
 
 
 def check_step(
-    ddp: nn.Module,
-    loss: Callable[[nn.Module, int], Tensor],
-    what: str,
-    tolerance: float = 1e-5,
+    ddp: nn.Module, loss: Callable[[nn.Module, int], Tensor], what: str, tolerance: float = 1e-5
 ) -> None:
     """Check that one backward from cleared gradients gives the mean over ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from apex.parallel import SyncBatchNorm
 
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 5e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 #: Tests with this parameter create all tensors on each device: see the fixture ``device``.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_support import DEVICES, fresh_amp  # noqa: F401
+from amp_support import fresh_amp  # noqa: F401
+from sync_batch_norm_support import DEVICES
 from torch import nn
 
 from apex import amp

@@ -9,13 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import batch, build, data, make
-from ddp_support import (
-    check,
-    check_equal,
-    check_step,
-    on_ranks,
-    raises,
-)
+from ddp_support import check, check_equal, check_step, on_ranks, raises
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd

@@ -225,11 +225,7 @@ def test_compile_inductor_averages(rank: int, world: int, inside: bool) -> None:
 
     graphs = []
     # By default it starts processes to compile in, precompiles headers, and tries instruction sets.
-    quick = {
-        "compile_threads": 1,
-        "cpp_cache_precompile_headers": False,
-        "cpp.vec_isa_ok": False,
-    }
+    quick = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph)

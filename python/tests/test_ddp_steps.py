@@ -13,13 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import backward, batch, make
-from ddp_support import (
-    check_equal,
-    check_same_on_all_ranks,
-    notices,
-    on_ranks,
-    raises,
-)
+from ddp_support import check_equal, check_same_on_all_ranks, notices, on_ranks, raises
 
 from apex.parallel import DistributedDataParallel
 
@@ -57,10 +51,7 @@ MISSTEPS = {
         _forward_without_gradients,
         "rank 1 made another number of optimizer steps",
     ),
-    "local step": (
-        _local_step,
-        "rank 1 made another number of optimizer steps",
-    ),
+    "local step": (_local_step, "rank 1 made another number of optimizer steps"),
 }
 
 

@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 from ddp_models import backward, build, data, make, mean_gradients
 from ddp_program_nets import Net
-from ddp_support import (
-    check,
-    check_equal,
-    check_near,
-    check_step,
-    gradients,
-    on_ranks,
-    raises,
-)
+from ddp_support import check, check_equal, check_near, check_step, gradients, on_ranks, raises
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

@@ -128,18 +128,13 @@ def test_fused_sgd_of_float16_rounds_parameter_and_momentum_once() -> None:
 # --- the effects of a loaded state ---
 
 
+SAVED: Any = {"lr": 0.3, "betas": (0.5, 0.6), "eps": 0.2, "weight_decay": 0.4}
 OTHERS: dict[str, Any] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4),
-    "amsgrad": lambda p: torch.optim.AdamW(
-        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, amsgrad=True
-    ),
-    "maximize": lambda p: torch.optim.Adam(
-        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, maximize=True, foreach=True
-    ),
-    "FusedAdam": lambda p: FusedAdam(
-        p, lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, adam_w_mode=False, capturable=True
-    ),
+    "AdamW": lambda p: torch.optim.AdamW(p, **SAVED),
+    "Adam": lambda p: torch.optim.Adam(p, **SAVED),
+    "amsgrad": lambda p: torch.optim.AdamW(p, **SAVED, amsgrad=True),
+    "maximize": lambda p: torch.optim.Adam(p, **SAVED, maximize=True, foreach=True),
+    "FusedAdam": lambda p: FusedAdam(p, **SAVED, adam_w_mode=False, capturable=True),
 }
 
 
@@ -164,9 +159,7 @@ def test_fused_adam_loaded_state_changes_numbers_and_not_what_is_computed(
     )
     assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
     # One more step of the constructor's algorithm, from the loaded moments.
-    wanted = references.Adam(
-        lr=0.3, betas=(0.5, 0.6), eps=0.2, weight_decay=0.4, adam_w_mode=decoupled
-    )
+    wanted = references.Adam(**SAVED, adam_w_mode=decoupled)
     wanted.t = 2
     wanted.m[0] = other.state[saved]["exp_avg"].double().numpy()
     wanted.v[0] = other.state[saved]["exp_avg_sq"].double().numpy()

@@ -51,13 +51,6 @@ def _averages(group: dist.ProcessGroup, rank: int, world: int) -> None:
     check_equal(norm.running_mean.tolist(), [mean] * 2, "SyncBatchNorm")
 
 
-def _registered(rank: int, world: int) -> None:
-    group = dist.new_group()
-    check_equal(name_of(group), group.group_name, "name")
-    check(c10d._resolve_process_group(group.group_name) is group, "not the group of that name")
-    _averages(group, rank, world)
-
-
 def _unregistered(rank: int, world: int) -> None:
     group = dist.new_group()
     c10d._unregister_process_group(group.group_name)
@@ -88,8 +81,8 @@ def _destroyed(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [_registered, _unregistered, _name_of_another, _destroyed],
-    ids=["registered", "unregistered", "name_of_another", "destroyed"],
+    [_unregistered, _name_of_another, _destroyed],
+    ids=["unregistered", "name_of_another", "destroyed"],
 )
 def test_group_given_as_object_is_the_one_that_is_used(ranks: RankPool, body: object) -> None:
     ranks.run(2, body)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Errors at import for an installation that cannot work: apex._check."""
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from package_support import ROOT, cpp_program
+from package_support import cpp_program
 
 import apex
 from apex import _build_info, _check
@@ -43,10 +42,7 @@ BUILDS: list[tuple[dict[str, object], str]] = [
         {"torch_version": "1.2.3+cpu"},
         rf"1\.2\.3\+cpu.*{re.escape(str(torch.__version__))}.*pip install --no-build-isolation",
     ),
-    (
-        {"cxx11_abi": not torch.compiled_with_cxx11_abi()},
-        "_GLIBCXX_USE_CXX11_ABI=.*pip install",
-    ),
+    ({"cxx11_abi": not torch.compiled_with_cxx11_abi()}, "_GLIBCXX_USE_CXX11_ABI=.*pip install"),
     (
         {"with_cuda": True, "cuda_version": "9.9"},
         "CUDA parts of apex were built .* CUDA 9.9.*rebuild",
@@ -92,18 +88,6 @@ def test_installation_other_distribution_named_apex_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="'apex' 0.9.10 .*pip uninstall apex"):
         _check.installation()
-
-
-def test_installation_own_name_in_the_metadata_accepted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    template = (ROOT / "python" / "src" / "PKG-INFO.in").read_text()
-    info = tmp_path / f"apex-{apex.__version__}.egg-info"
-    info.mkdir()
-    (info / "PKG-INFO").write_text(template.replace("@apex_version@", apex.__version__))
-    monkeypatch.syspath_prepend(tmp_path)
-    _check.installation()
-    assert importlib.metadata.version("apex") == apex.__version__
 
 
 def test_installation_not_built_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:

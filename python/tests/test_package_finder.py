@@ -5,7 +5,6 @@ Most of these packages are folders of empty files, because configuring reads onl
 versions, and compiles nothing of torch.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,12 +62,6 @@ def test_finder_variables_of_torch_understood(tmp_path: Path, variable: str) -> 
     folder = package / "share" / "cmake"
     value = {"Torch_DIR": folder / "Torch", "CMAKE_PREFIX_PATH": folder}.get(variable, package)
     assert Path(find(tmp_path, f"-D{variable}={value}")["PREFIX"]) == package
-
-
-def test_finder_environment_variable_before_python(tmp_path: Path) -> None:
-    package = make_torch(tmp_path / "torch", "2.13.0+cpu")
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    assert Path(find(tmp_path, python, Libtorch_ROOT=str(package))["PREFIX"]) == package
 
 
 def test_configure_wrong_torch_ends_in_one_sentence(tmp_path: Path) -> None:

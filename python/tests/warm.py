@@ -23,11 +23,7 @@ from apex.parallel import _multiproc_child
 
 
 def run_script(
-    script: Path | str,
-    *arguments: str,
-    cwd: Path,
-    env: Mapping[str, str],
-    timeout_s: float = 600,
+    script: Path | str, *arguments: str, cwd: Path, env: Mapping[str, str], timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Like ``python script arguments`` in that folder. Returns its stdout and stderr.
 
