@@ -53,9 +53,6 @@ def test_broadcast_buffers_that_backward_reads_are_an_error(rank: int, world: in
         first.backward()
 
 
-# --- bits ---
-
-
 class Bits(nn.Module):
     """A layer, and unused tensors of every kind, which differ on each rank."""
 
@@ -120,9 +117,6 @@ def test_broadcast_takes_every_bit_of_every_dtype(rank: int, world: int) -> None
             getattr(model, name).copy_(getattr(Bits(rank), name))
     ddp(torch.ones(1, 4))
     check_all("after forward", [""])
-
-
-# --- buffers that change shape or dtype ---
 
 
 class Changing(nn.Module):

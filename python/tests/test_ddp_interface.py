@@ -36,9 +36,6 @@ def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
     return model(batch(rank, step)).square().mean()
 
 
-# --- state and attributes ---
-
-
 @on_ranks(2)
 def test_state_dict_and_attributes_as_scripts_expect(rank: int, world: int) -> None:
     model = make()
@@ -178,9 +175,6 @@ def test_buffers_are_left_alone_unless_asked(
     means = [torch.zeros(4) for _ in range(world)]
     dist.all_gather(means, model.norm.running_mean)
     check(not torch.equal(*means), "running means agree though batches differ")
-
-
-# --- Reducer and flat_dist_call ---
 
 
 @on_ranks(2)

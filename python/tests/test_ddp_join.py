@@ -87,9 +87,6 @@ def test_join_uneven_counts_equal_one_process(rank: int, world: int, initial: bo
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "after join()")
 
 
-# --- buffers ---
-
-
 @on_ranks(2)
 def test_join_buffers_are_those_of_a_rank_that_had_data_to_the_end(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(Counter(), broadcast_buffers=True)
@@ -137,8 +134,6 @@ def test_join_exception_in_backward_ends_all_ranks(rank: int, world: int) -> Non
             torch.sin(ddp(batch(rank, steps))).sum().backward()
 
 
-# --- plans that change when a rank has no data ---
-
 CHANGES = {
     "freezes": lambda ddp: ddp.module.layers[1].requires_grad_(False),
     "rebuilds": lambda ddp: ddp.rebuild_buckets(),
@@ -180,9 +175,6 @@ def test_plans_that_change_under_join_when_a_rank_has_no_data(
     ddp.module.requires_grad_(True)
     for step in (30, 31):
         check_step(ddp, lambda m, r, s=step: loss(m, r, s), f"after, {step}")
-
-
-# --- the edges ---
 
 
 @on_ranks(2)

@@ -34,9 +34,6 @@ def _layer(rank: int, outputs: int = 4) -> nn.Linear:
         return nn.Linear(4, outputs)
 
 
-# --- a change that is refused ---
-
-
 @pytest.mark.parametrize("repair", ["taken back", "made on the other rank", "made on all ranks"])
 @on_ranks(2)
 def test_change_refused_then_repaired_averages(rank: int, world: int, repair: str) -> None:
@@ -63,9 +60,6 @@ def test_change_refused_then_repaired_averages(rank: int, world: int, repair: st
     check_equal(len(names), 6, "parameters in the plan")
 
 
-# --- another module ---
-
-
 @on_ranks(2)
 def test_module_assigned_averages(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
@@ -75,9 +69,6 @@ def test_module_assigned_averages(rank: int, world: int) -> None:
     check_same_on_all_ranks(list(ddp.parameters()), "parameters of the new module")
     for step in range(3):
         check_step(ddp, _loss, f"the new module, step {step}")
-
-
-# --- what is no change ---
 
 
 class Reassigns(nn.Module):
@@ -120,9 +111,6 @@ def test_module_without_parameters_replaced_in_forward_is_no_change(
     check_step(ddp, lambda m, r: m(data(r)).square().sum(), "a layer replaced")
 
 
-# --- trigger parameters ---
-
-
 def _closing(ddp: DistributedDataParallel) -> list[str]:
     return [bucket[-1] for bucket in bucket_names(ddp)]
 
@@ -142,9 +130,6 @@ def test_trigger_parameters_that_are_replaced_are_followed_by_name(rank: int, wo
     check(layers[1].weight is not triggers[1], "the parameter was not replaced")
     check_step(ddp, _loss, "all parameters replaced")
     check_equal(_closing(ddp), every, "closing parameters, replaced")
-
-
-# --- a parameter of another shape ---
 
 
 class _Scale(nn.Module):

@@ -20,9 +20,6 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-# --- another thread ---
-
-
 @on_ranks(1)
 def test_properties_that_another_thread_polls_do_not_stop_training(rank: int, world: int) -> None:
     """Hazard: a property waits for the reducer with the GIL, and the reducer for the GIL."""
@@ -46,9 +43,6 @@ def test_properties_that_another_thread_polls_do_not_stop_training(rank: int, wo
     finally:
         stop.set()
         thread.join()
-
-
-# --- non-finite gradients ---
 
 
 @on_ranks(2)
@@ -120,9 +114,6 @@ def test_check_finite_takes_values_whose_sum_overflows(rank: int, world: int) ->
         ddp.zero_grad()
         ddp(torch.ones(2, 3)).sum().backward()
     check_near(ddp.module.weight.grad, torch.full((3, 3), 1.5e38), "average", 1e33)
-
-
-# --- profiler ranges ---
 
 
 @on_ranks(2)

@@ -177,11 +177,8 @@ def _failing_loss(ddp: Any, rank: int, step: int, at: str) -> Tensor:
     x = batch(rank, step).requires_grad_()
     if at == "below":  # when all gradients are ready
         return ddp(_Fails.apply(x)).square().sum()
-    if at == "middle":
-        handle = list(ddp.parameters())[2].register_hook(lambda g: _Fails.backward(None, g))
-    else:
-        handle = next(iter(ddp.parameters())).register_hook(lambda g: _Fails.backward(None, g))
-    _handles.append(handle)
+    parameter = list(ddp.parameters())[{"middle": 2, "last": 0}[at]]
+    _handles.append(parameter.register_hook(lambda g: _Fails.backward(None, g)))
     return ddp(x).square().sum()
 
 

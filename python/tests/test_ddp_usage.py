@@ -21,18 +21,12 @@ from apex.parallel import DistributedDataParallel
 pytestmark = pytest.mark.processes
 
 
-# --- parameters without a gradient ---
-
-
 @on_ranks(2)
 def test_unused_parameters_no_rank_misses_one_reads_nothing(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)
     for _ in range(3):
         _plain_loss(ddp, rank).backward()
     check_equal(ddp.statistics()["usage_reads"], 0, "reads")
-
-
-# --- parameters that change ---
 
 
 def _plain_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
@@ -90,9 +84,6 @@ def test_a_graph_from_before_a_layer_was_frozen_and_unfrozen(rank: int, world: i
         check_step(ddp, lambda m, r, s=step: loss(m, r, s), f"step {step}")
 
 
-# --- activation checkpointing ---
-
-
 @on_ranks(2)
 def test_checkpointing_overlaps_as_much_as_without(rank: int, world: int) -> None:
     launched = []
@@ -103,9 +94,6 @@ def test_checkpointing_overlaps_as_much_as_without(rank: int, world: int) -> Non
             ddp(x, x, (), how).last.sum().backward()
         launched.append(ddp.statistics()["launched_in_backward"])
     check(launched[0] > 0 and launched == launched[:1] * 3, f"buckets: {launched}")
-
-
-# --- other threads ---
 
 
 @on_ranks(2)
@@ -132,9 +120,6 @@ def test_thread_that_logs_does_not_wait_for_a_backward_that_waits_for_it(
     thread.start()
     ddp(torch.ones(1, 4)).sum().backward()
     thread.join()
-
-
-# --- accumulation ---
 
 
 @on_ranks(2)

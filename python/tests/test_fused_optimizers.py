@@ -311,9 +311,6 @@ def test_fused_optimizer_setting_refused_says_what_to_do(
         optimizers.FusedAdam(make_params(), max_grad_norm=0.0, eps_inside_sqrt=False)
 
 
-# --- several ranks ---
-
-
 UNFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False),
     "FusedSGD": lambda params: torch.optim.SGD(

@@ -249,8 +249,5 @@ def test_gradient_it_cannot_adapt_raises_and_changes_nothing(kind: str) -> None:
 def test_option_out_of_range_raises(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         LARC(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), **{option: value})
-
-
-def test_what_is_no_optimizer_is_refused_by_its_type() -> None:
     with pytest.raises(TypeError, match="LARC wraps an optimizer, got Linear"):
         LARC(nn.Linear(2, 2))  # type: ignore[arg-type]
