@@ -3,7 +3,7 @@
 # Train the digits example on a fresh machine: create a virtual environment, install torch and this
 # package, train on two ranks (with several GPUs, on one rank per GPU) and print the result.
 # torch is a download of up to 3 GB (the CUDA build) or of about 200 MB (the CPU build, see
-# APEX_TORCH in scripts/venv.sh), and the package takes five processor-minutes to compile.
+# APEX_TORCH in scripts/venv.sh), and the package takes two processor-minutes to compile.
 # Existing installations are reused. Arguments are passed on to main.py; its README lists them.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),

@@ -28,8 +28,10 @@ Backward::Backward(ReducerState& state, BackwardPass pass, const BackwardSession
 
 std::string Backward::describe() const {
   std::string text = "backward number " + std::to_string(context_.backward_number) + " has begun";
-  if (pass_.clock > 0)
-    text += "; its last gradient was that of '" + context_.parameters[pass_.last].name + "'";
+  for (size_t i = 0; pass_.clock > 0 && i < pass_.gradients.size(); ++i) {
+    if (pass_.gradients[i].last_fired == pass_.clock)
+      text += "; its last gradient was that of '" + context_.parameters[i].name + "'";
+  }
   const Plan* const plan = book_.current();
   return plan == nullptr ? text : text + plan->describe_next(pass_, context_);
 }
@@ -60,7 +62,6 @@ void Backward::gradient_ready(size_t index) {
   }
   if (gradient.stale && context_.join.active) reporter_.keeps_gradients = true;
   gradient.last_fired = ++pass_.clock;
-  pass_.last = index;
   if (book_.current() != nullptr) count_down(index);
 }
 
@@ -90,11 +91,11 @@ void Backward::count_down(size_t index) {
         "that changes, or construct with delay_allreduce=True.");
     return;
   }
-  if (parameter.device.is_cpu()) {
-    if (fired >= place.expected) entry.message.put(place.slot, pass_.kept[index] != 0);
+  if (parameter.kind.device.is_cpu()) {
+    if (fired >= place.expected) entry.message.put(place.slot, pass_.start.kept[index] != 0);
   } else {
     const c10::Stream stream =
-        c10::impl::VirtualGuardImpl(parameter.device.type()).getStream(parameter.device);
+        c10::impl::VirtualGuardImpl(parameter.kind.device.type()).getStream(parameter.kind.device);
     auto& producers = entry.producers;
     if (std::find(producers.begin(), producers.end(), stream) == producers.end())
       producers.push_back(stream);
@@ -205,7 +206,8 @@ void Backward::launch_absent(Plan& plan, const StepReport& report) {
 // --- all gradients are computed: this rank sends ---
 
 void Backward::send() {
-  if (!pass_.error.empty()) throw Error(pass_.error);  // the others learn it from the report
+  if (!pass_.errors.first.empty())
+    throw Error(pass_.errors.first);  // the others learn it from the report
   context_.phase = Phase::kEnding;
   StepReport report = reporter_.report(book_.left());
   if (book_.current() != nullptr) return launch_rest(report);
@@ -258,7 +260,7 @@ void Backward::refuse(const StepTable& table) {
     join.over = with_data == 0;
     join.last = table.last_with_data();
     join.followed = join.without_data;
-    if (join.by_ranks_with_data && !join.over) context_.divisor = with_data;
+    if (join.by_ranks_with_data && !join.over) join.divisor = with_data;
   }
   pass_.refused = true;
   reporter_.refuse(table);
@@ -269,7 +271,7 @@ void Backward::refuse(const StepTable& table) {
 /// gradient on any rank, unless one accumulated before it was frozen.
 bool Backward::misses_gradients() const {
   return book_.current()->any_planned([&](size_t i) {
-    return pass_.used[i] == 0 && (reporter_.trainable[i] || pass_.accumulated);
+    return pass_.used[i] == 0 && (reporter_.trainable[i] || pass_.start.accumulated);
   });
 }
 
@@ -301,9 +303,9 @@ void Backward::judge(const std::function<void()>& meanwhile) {
                     context_.backward_number, " are 0");
   }
   if (context_.options.check_finite) {
-    pass_.non_finite = table.describe_non_finite(reporter_.names());
+    pass_.errors.non_finite = table.describe_non_finite(reporter_.names());
     pass_.skipped =
-        pass_.skipped || (context_.options.skip_failed_steps && !pass_.non_finite.empty());
+        pass_.skipped || (context_.options.skip_failed_steps && !pass_.errors.non_finite.empty());
   }
 }
 
@@ -336,7 +338,7 @@ void Backward::complete(const std::function<void()>& meanwhile) {
     context_.statistics.add(&ReducerStatistics::usage_reads);
   if (context_.reads_reports()) {
     const StepTable& table = reporter_.exchange.receive();
-    pass_.out_of_step = reporter_.compare(table);
+    pass_.errors.out_of_step = reporter_.compare(table);
     compare_replicas(table);
   }
 }
@@ -346,15 +348,15 @@ void Backward::complete_entry(PlannedBucket& entry, const std::function<void()>&
     entry.wait(meanwhile, context_);
   } catch (const CommunicationError&) {
     // The first failure is the cause, not the missing messages of the others.
-    if (pass_.failure) std::rethrow_exception(pass_.failure);
+    if (pass_.errors.failure) std::rethrow_exception(pass_.errors.failure);
     throw;
   }
-  if (pass_.failure) return;
+  if (pass_.errors.failure) return;
   try {
     entry.hand_out(pass_, context_);
   } catch (...) {
     // Only this rank failed, and exchanges may follow: see Note [Carried through].
-    pass_.failure = std::current_exception();
+    pass_.errors.failure = std::current_exception();
   }
 }
 
@@ -381,11 +383,11 @@ void Backward::reduce_on_demand(const std::function<void()>& meanwhile) {
 }
 
 void Backward::compare_replicas(const StepTable& table) {
-  if (pass_.skipped || !pass_.out_of_step.empty()) return;
+  if (pass_.skipped || !pass_.errors.out_of_step.empty()) return;
   const std::string why = reporter_.replicas.compare(table);
   if (why.empty()) return;
   if (context_.options.on_divergence == OnDivergence::kRaise) {
-    pass_.out_of_step = context_.me() + why;
+    pass_.errors.out_of_step = context_.me() + why;
   } else if (context_.members.rank == 0) {
     notify(why);
   }
@@ -394,8 +396,8 @@ void Backward::compare_replicas(const StepTable& table) {
 // --- the end of a backward ---
 
 void Backward::conclude() {
-  if (pass_.failure) {
-    const std::exception_ptr failure = pass_.failure;
+  if (pass_.errors.failure) {
+    const std::exception_ptr failure = pass_.errors.failure;
     drop_messages();
     book_.served(reporter_.trainable);
     std::rethrow_exception(failure);
@@ -410,7 +412,8 @@ void Backward::conclude() {
   if (pass_.skipped && pass_.recorded) book_.forget();
   if (!context_.join.over) context_.statistics.add(&ReducerStatistics::backwards);
   context_.statistics.backward_ended();
-  pass_.rethrow();
+  if (!pass_.errors.out_of_step.empty()) throw RankMismatch(pass_.errors.out_of_step);
+  if (!pass_.errors.non_finite.empty()) throw NonFiniteGradient(pass_.errors.non_finite);
 }
 
 /// Drops all gradients of this backward: see Note [Skipped steps].
@@ -422,7 +425,7 @@ void Backward::call_off() {
     parameter.variable.mutable_grad() = at::Tensor();
   }
   if (Plan* plan = book_.current()) plan->holds_gradients = false;
-  pass_.non_finite.clear();
+  pass_.errors.non_finite.clear();
   context_.statistics.add(&ReducerStatistics::steps_skipped);
 }
 

@@ -111,13 +111,13 @@ BackwardPass open_pass(ReducerContext& context) {
     const bool owned = parameters.owns(parameter);
     if (owned) {
       const uint32_t version = version_of(parameter.variable);
-      pass.written = pass.written || version != parameter.seen_version;
-      pass.written_locally =
-          pass.written_locally || (parameter.touched && version != parameter.touched_version);
+      pass.start.written = pass.start.written || version != parameter.seen_version;
+      pass.start.written_locally =
+          pass.start.written_locally || (parameter.touched && version != parameter.touched_version);
       parameter.seen_version = version;
     }
-    pass.kept[i] = grad.defined();
-    pass.accumulated = pass.accumulated || parameter.touched;
+    pass.start.kept[i] = grad.defined();
+    pass.start.accumulated = pass.start.accumulated || parameter.touched;
     // Gradients that accumulated without synchronization are part of this reduction.
     pass.used[i] = parameter.touched && owned && grad.defined();
     if (finds_stale) pass.gradients[i].stale = parameter.holds_reduced();

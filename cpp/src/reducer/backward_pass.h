@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include <apex/error.h>
-
 #include "reducer/context.h"
 
 namespace apex::parallel::detail {
@@ -40,43 +38,45 @@ class FiniteCheck {
   std::vector<std::pair<std::vector<int64_t>, at::Tensor>> largest_;
 };
 
+/// What a backward finds when it begins.
+struct BackwardStart {
+  std::vector<uint8_t> kept;     ///< by parameter: .grad was defined
+  bool written = false;          ///< parameters were, since the last backward began
+  bool written_locally = false;  ///< and after a gradient that was not synchronized
+  bool accumulated = false;      ///< gradients had accumulated without synchronization
+};
+
+/// What is thrown after all messages to other ranks were sent.
+struct BackwardErrors {
+  std::string first;        ///< of this rank
+  std::string out_of_step;  ///< the ranks are out of step; has priority over the others
+  std::string non_finite;
+  std::exception_ptr failure;  ///< thrown while gradients were handed out; the backward is invalid
+};
+
 /// The state of one backward. A value type, which lives until the gradients are complete.
 struct BackwardPass {
   explicit BackwardPass(size_t parameters)
       : gradients(parameters),
         used(parameters, 0),
-        kept(parameters, 0),
-        used_by_any(parameters, 0) {}
+        used_by_any(parameters, 0),
+        start{std::vector<uint8_t>(parameters, 0)} {}
 
   std::vector<GradientState> gradients;
   std::vector<uint8_t> used;         ///< by parameter: this rank has a gradient
-  std::vector<uint8_t> kept;         ///< by parameter: .grad was defined when this backward began
   std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
-  int64_t clock = 0;                 ///< gradients so far
-  size_t last = 0;                   ///< the parameter of the last one
-  bool recorded = false;             ///< it had no plan when it began
-  bool written = false;              ///< parameters were, since the last one began
-  bool written_locally = false;      ///< and after a gradient that was not synchronized
-  bool accumulated = false;          ///< gradients accumulated before it, without synchronization
-  bool skipped = false;              ///< a rank has skipped this step: see Note [Skipped steps]
-  bool refused = false;              ///< every rank throws or skips, and sends nothing more
-  bool reported = false;             ///< the report, which follows all buckets, was sent
-  FiniteCheck finite;                ///< with the option check_finite
-  size_t next_launch = 0;            ///< the next bucket to launch
-
-  // Errors that are thrown after all messages to other ranks were sent.
-  std::string error;        ///< the first error of this rank
-  std::string out_of_step;  ///< the ranks are out of step; has priority over the others
-  std::string non_finite;
-  std::exception_ptr failure;  ///< thrown while gradients were handed out; this backward is invalid
+  BackwardStart start;
+  int64_t clock = 0;       ///< gradients so far
+  bool recorded = false;   ///< it had no plan when it began
+  bool skipped = false;    ///< a rank has skipped this step: see Note [Skipped steps]
+  bool refused = false;    ///< every rank throws or skips, and sends nothing more
+  bool reported = false;   ///< the report, which follows all buckets, was sent
+  FiniteCheck finite;      ///< with the option check_finite
+  size_t next_launch = 0;  ///< the next bucket to launch
+  BackwardErrors errors;
 
   void fail(std::string text) {
-    if (error.empty()) error = std::move(text);
-  }
-  /// Throws RankMismatch, or else NonFiniteGradient, if there is one.
-  void rethrow() const {
-    if (!out_of_step.empty()) throw RankMismatch(out_of_step);
-    if (!non_finite.empty()) throw NonFiniteGradient(non_finite);
+    if (errors.first.empty()) errors.first = std::move(text);
   }
 };
 

@@ -101,7 +101,8 @@ struct UnevenInputs {
   bool without_data = false;        ///< this rank has run out of data
   bool followed = false;            ///< it has taken part in a backward of ranks with data
   bool over = false;                ///< no rank has data
-  int64_t last = -1;  ///< when it is over: a rank that had data to the end; -1 if all had
+  int64_t last = -1;    ///< when it is over: a rank that had data to the end; -1 if all had
+  int64_t divisor = 0;  ///< of averages; 0: the number of ranks
 };
 
 // Note [Who may touch a reducer]
@@ -117,8 +118,7 @@ struct ReducerContext {
       : options(std::move(given)),
         members(std::move(groups)),
         parameters(std::move(tensors), self),
-        choose(options.reduction_factory ? options.reduction_factory : choose_reduction),
-        divisor(members.size) {}
+        choose(options.reduction_factory ? options.reduction_factory : choose_reduction) {}
 
   const ReducerOptions options;
   Membership members;
@@ -129,7 +129,6 @@ struct ReducerContext {
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun
   /// Guards the mutable members here that are not atomic, and all parts of the reducer.
   mutable std::recursive_mutex mutex;
-  int64_t divisor;  ///< of the average: the number of ranks, or of ranks with data
   std::atomic<double> total_weight{0};  ///< of all ranks, with the option weighted
   UnevenInputs join;
   std::atomic<Phase> phase{Phase::kIdle};
@@ -148,6 +147,7 @@ struct ReducerContext {
 
   /// The factors for a sum in `dtype`. Known when the reports are read.
   Averaging averaging(const ReductionTraits& traits, at::ScalarType dtype) const {
+    const int64_t divisor = join.divisor > 0 ? join.divisor : members.size;
     return averaging_of(options, traits, dtype, divisor, members.size, total_weight);
   }
 

@@ -68,13 +68,6 @@ void check(const NamedTensor& parameter, int rank) {
   throw InvalidArgument(out.str());
 }
 
-bool same_kind(const Parameter& parameter) {
-  return parameter.variable.scalar_type() == parameter.dtype &&
-         parameter.variable.device() == parameter.device &&
-         parameter.variable.sizes() == parameter.sizes &&
-         parameter.variable.strides() == parameter.strides;
-}
-
 }  // namespace
 
 std::shared_ptr<ParameterOwner> owner_of(const at::Tensor& parameter) {
@@ -104,12 +97,8 @@ ParameterTable::ParameterTable(std::vector<NamedTensor> parameters, const void* 
     named_.push_back(std::move(parameter));
   }
   for (const NamedTensor& parameter : named_) {
-    Parameter entry;
-    entry.name = parameter.name;
-    entry.variable = parameter.tensor;
+    Parameter& entry = parameters_.emplace_back(parameter.name, parameter.tensor);
     if (entry.variable.is_leaf() && entry.variable.grad().defined()) entry.touch();
-    entry.owner = owner_of(entry.variable);
-    parameters_.push_back(std::move(entry));
   }
 }
 
@@ -129,10 +118,7 @@ bool ParameterTable::hook(int rank, const MakeHook& make_hook) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     parameter.trainable = parameter.variable.requires_grad();
-    parameter.dtype = parameter.variable.scalar_type();
-    parameter.device = parameter.variable.device();
-    parameter.sizes = parameter.variable.sizes().vec();
-    parameter.strides = parameter.variable.strides().vec();
+    parameter.kind = ParameterKind(parameter.variable);
     if (!parameter.trainable) continue;
     ever_trainable_ = true;
     check(named_[i], rank);
@@ -159,7 +145,7 @@ bool ParameterTable::changed() const {
     // Module.double() and similar calls replace the accumulator and its hook, even if the dtype is
     // restored afterwards.
     return parameter.variable.requires_grad() != parameter.trainable ||
-           !detail::same_kind(parameter) ||
+           !parameter.kind.is_of(parameter.variable) ||
            (parameter.trainable && torch::autograd::impl::try_get_grad_accumulator(
                                        parameter.variable) != parameter.accumulator);
   });
@@ -168,14 +154,17 @@ bool ParameterTable::changed() const {
 int64_t ParameterTable::kinds() const {
   Fingerprint all;
   for (const Parameter& parameter : parameters_) {
-    all.add(&parameter.dtype, sizeof(parameter.dtype));
-    all.add(parameter.sizes.data(), parameter.sizes.size() * sizeof(int64_t));
+    const ParameterKind& kind = parameter.kind;
+    all.add(&kind.dtype, sizeof(kind.dtype));
+    all.add(kind.sizes.data(), kind.sizes.size() * sizeof(int64_t));
   }
   return all.value();
 }
 
 bool ParameterTable::same_kind() const {
-  return std::all_of(parameters_.begin(), parameters_.end(), detail::same_kind);
+  return std::all_of(parameters_.begin(), parameters_.end(), [](const Parameter& parameter) {
+    return parameter.kind.is_of(parameter.variable);
+  });
 }
 
 void ParameterTable::own_all() {

@@ -47,16 +47,33 @@ inline uint32_t version_of(const at::Tensor& variable) {
   return variable.is_inference() ? 0 : static_cast<uint32_t>(variable._version());
 }
 
+/// The properties of a parameter on which its place in a bucket depends.
+struct ParameterKind {
+  explicit ParameterKind(const at::Tensor& variable)
+      : dtype(variable.scalar_type()),
+        device(variable.device()),
+        sizes(variable.sizes().vec()),
+        strides(variable.strides().vec()) {}
+  bool is_of(const at::Tensor& variable) const {
+    return variable.scalar_type() == dtype && variable.device() == device &&
+           variable.sizes() == sizes && variable.strides() == strides;
+  }
+
+  at::ScalarType dtype;
+  at::Device device;
+  std::vector<int64_t> sizes, strides;
+};
+
 struct Parameter {
+  Parameter(std::string called, const at::Tensor& tensor)
+      : name(std::move(called)), variable(tensor), kind(tensor), owner(owner_of(tensor)) {}
+
   std::string name;
   at::Tensor variable;
 
-  // The properties for which the hooks were made. If one changes, the hooks must be made again.
+  // Those for which the hooks were made. If one changes, the hooks must be made again.
+  ParameterKind kind;
   bool trainable = false;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::Device(at::kCPU);
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
   AccumulatorPtr accumulator;
   uintptr_t hook = 0;
 

@@ -191,7 +191,7 @@ void PlanBook::fill(std::vector<Place> places, const std::vector<int64_t>& order
   plan_->places = std::move(places);
   std::vector<ParameterInfo> infos;
   for (const Parameter& parameter : context_.parameters)
-    infos.push_back({parameter.variable.numel(), parameter.dtype, parameter.device});
+    infos.push_back({parameter.variable.numel(), parameter.kind.dtype, parameter.kind.device});
   BucketLimits limits = context_.options.limits;
   if (context_.options.delay_allreduce)
     limits.cap = limits.first_cap = std::numeric_limits<int64_t>::max();

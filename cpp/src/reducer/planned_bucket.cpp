@@ -79,8 +79,8 @@ PlannedBucket make_bucket(const std::vector<int64_t>& members, size_t index,
   const ReducerOptions& options = context.options;
   const Parameter& first = context.parameters[members.front()];
   ReductionSite site;
-  site.device = first.device;
-  site.dtype = message_dtype(first.dtype, options.allreduce_always_fp32);
+  site.device = first.kind.device;
+  site.dtype = message_dtype(first.kind.dtype, options.allreduce_always_fp32);
   site.index = index;
   site.group = context.members.group_of(index);
   site.all_groups = context.members.groups;
@@ -146,7 +146,7 @@ void PlannedBucket::launch(const BackwardPass& pass, ReducerContext& context,
   RECORD_USER_SCOPE("apex::reducer::launch_bucket");
   const c10::OptionalDeviceGuard on_device(message.device());
   join_producers();
-  message.pack(pass.used, pass.kept, context.averaging(traits, message.dtype()).before);
+  message.pack(pass.used, pass.start.kept, context.averaging(traits, message.dtype()).before);
   // A failed backward may free the buffer while this stream, which need not be the one that
   // allocated it, writes to it.
   keep_for_current_stream(message.tensor());

@@ -162,7 +162,6 @@ void ReducerControl::end_join(const std::vector<at::Tensor>& tensors) {
 void ReducerControl::leave_join() noexcept {
   core_->locked([](ReducerState& state) {
     state.context.join = {};
-    state.context.divisor = state.context.members.size;
     // Ranks without data had other events than the others.
     state.reporter.tracker.forget();
     state.context.parameters.forget_versions();

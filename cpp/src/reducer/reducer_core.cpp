@@ -288,7 +288,7 @@ void ReducerCore::gradient_ready(size_t index) {
     forget_cleared_weights(&parameter);
     begin_backward(BackwardSession::current());
     // This gradient is already accumulated, so its memory may be one that autograd still reads.
-    backward_->pass().kept[index] = 0;
+    backward_->pass().start.kept[index] = 0;
     return backward_->gradient_ready(index);
   }
   if (context().options.weighted && !state_.reporter.weight.has_counted()) {

@@ -13,7 +13,7 @@ namespace apex::parallel::detail {
 void StepReporter::backward_began(const BackwardPass& pass) {
   ++context_.backward_number;
   exchange.drop();
-  tracker.backward_began(pass.written, pass.written_locally);
+  tracker.backward_began(pass.start.written, pass.start.written_locally);
 }
 
 void StepReporter::backward_ended() {
@@ -34,9 +34,9 @@ StepReport StepReporter::report(ReasonToLeave left, bool failed) const {
   if (!context_.reads_reports() && !context_.members.alone()) return report;
   report.facts = tracker.facts();
   report.skips = wants_skip;
-  report.compared = context_.options.check_steps.value_or(true) && !context_.join.active;
+  report.facts.compared = context_.options.check_steps.value_or(true) && !context_.join.active;
   // Otherwise the parameters of ranks may move by different distances.
-  report.measured =
+  report.facts.measured =
       context_.options.ranks_begin_alike() && !context_.hook && !context_.options.steps_reported;
   return report;
 }

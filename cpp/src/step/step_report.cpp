@@ -15,7 +15,7 @@ namespace {
 
 /// The words of a row before the bits per parameter: used, then trainable.
 constexpr size_t kBits = sizeof(StepReport) / sizeof(int64_t);
-static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 10);  // no padding
+static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 9);  // no padding
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
 
@@ -240,14 +240,16 @@ std::string StepTable::why_refused(const Names& names) const {
 
 bool StepTable::all_stepped_locally() const {
   return std::all_of(reports_.begin(), reports_.end(), [](const StepReport& one) {
-    return one.compared && one.facts.stepped_locally;
+    return one.facts.compared && one.facts.stepped_locally;
   });
 }
 
 std::string StepTable::describe_difference() const {
   const StepFacts& first = of(0).facts;
   const auto alike = [&](const StepReport& one) { return one.facts.sample == first.sample; };
-  const auto unknown = [](const StepReport& one) { return !one.compared || one.facts.sample == 0; };
+  const auto unknown = [](const StepReport& one) {
+    return !one.facts.compared || one.facts.sample == 0;
+  };
   if (any(reports_, unknown) || std::all_of(reports_.begin(), reports_.end(), alike)) return {};
   const bool local = any(reports_, [](const StepReport& one) { return one.facts.local; });
   double shortest = std::numeric_limits<double>::infinity();
@@ -259,7 +261,7 @@ std::string StepTable::describe_difference() const {
     return one.facts.written || one.facts.moved != 0 || one.facts.steps != 0;
   };
   const auto further = [&](const StepReport& one) {
-    return one.measured && one.facts.moved > kSameDistance * shortest &&
+    return one.facts.measured && one.facts.moved > kSameDistance * shortest &&
            std::isfinite(one.facts.moved);
   };
   const auto stepped = [&](const StepReport& one) { return one.facts.steps != first.steps; };

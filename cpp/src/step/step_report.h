@@ -56,7 +56,7 @@ namespace apex::parallel {
 // same parameters. That rank runs out of batches before the others do, which is then detected.
 
 /// The call by which a rank has left the plan.
-enum class ReasonToLeave : int64_t {
+enum class ReasonToLeave : int16_t {
   kNone,
   kRebuildBuckets,
   kCommHook,
@@ -72,7 +72,9 @@ struct StepFacts {
   bool written = false;          ///< a parameter was written, perhaps with the same values
   bool local = false;            ///< they moved after a backward that was not synchronized
   bool stepped_locally = false;  ///< an optimizer reported a step after such a backward
-  bool unused[5] = {};           ///< so that rows have no padding
+  bool compared = true;          ///< all this is compared
+  bool measured = true;          ///< and so is `moved`
+  bool unused[3] = {};           ///< so that rows have no padding
 };
 
 /// The row of one rank, without the bits per parameter. It is sent as it lies in memory.
@@ -83,8 +85,6 @@ struct StepReport {
   bool followed = false;         ///< it has taken part in an earlier backward without data
   bool ends_early = false;       ///< under join(): throw_on_early_termination
   bool keeps_gradients = false;  ///< under join(): it added a gradient to the last average
-  bool compared = true;          ///< `facts` are compared
-  bool measured = true;          ///< and so is the distance that parameters have moved
   ReasonToLeave left = ReasonToLeave::kNone;  ///< why it has left the plan and sent zeros
   StepFacts facts;
   int64_t settings = 0;     ///< fingerprint of the settings that may change between backwards

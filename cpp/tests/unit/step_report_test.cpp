@@ -56,7 +56,7 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.failed = report.without_data = true;
   report.facts.local = true;
   report.facts.steps = 3;
-  report.compared = false;
+  report.facts.compared = false;
   report.left = ReasonToLeave::kOwner;
   report.facts.moved = 0.1;
   report.facts.sample = std::numeric_limits<int64_t>::min();
@@ -64,8 +64,8 @@ TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   report.non_finite = 129;
   report.weight = 0.1;
   const StepReport read = table_of(all).of(1);
-  EXPECT_TRUE(read.failed && read.without_data && read.facts.local && read.measured);
-  EXPECT_FALSE(read.skips || read.compared || read.facts.stepped_locally || read.followed);
+  EXPECT_TRUE(read.failed && read.without_data && read.facts.local && read.facts.measured);
+  EXPECT_FALSE(read.skips || read.facts.compared || read.facts.stepped_locally || read.followed);
   EXPECT_EQ(read.facts.steps, 3);
   EXPECT_EQ(read.left, ReasonToLeave::kOwner);
   EXPECT_EQ(read.facts.moved, 0.1);
@@ -188,8 +188,8 @@ TEST(StepReport, EveryDifference_OfEqualParametersOrOfARankThatIsNotCompared_IsN
     all[1].report.facts.steps = 2;
     all[1].report.facts.moved = 5;
     if (compared) all[1].report.facts.sample = 5;
-    all[2].report.compared = false;
-    if (!compared) all[2].report.compared = true;
+    all[2].report.facts.compared = false;
+    if (!compared) all[2].report.facts.compared = true;
     EXPECT_EQ(difference(all), "");
   }
   std::vector<Row> all = rows(2);
@@ -239,7 +239,7 @@ TEST(StepReport, ParametersThatMovedFurtherOnOneRank_AreADifference_WhereDistanc
       all[0].report.facts.local = true;  // sharpness-aware minimization: undone later
       EXPECT_EQ(difference(all), "");
       all[0].report.facts.local = false;
-      for (Row& row : all) row.report.measured = false;
+      for (Row& row : all) row.report.facts.measured = false;
       EXPECT_EQ(difference(all), "");
     }
   }
