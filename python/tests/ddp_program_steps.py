@@ -67,7 +67,9 @@ class Steps:
                     for m, net in enumerate(self.models):
                         if self.wrappers[m]:
                             what = f"micro-batch {micro}: model {m}"
-                            self.reference.compare(self.rank, net, what, self.tolerance)
+                            self.reference.compare(
+                                self.rank, net, what, self.tolerance, "checkpoint" in args
+                            )
             self.apart = (self.apart | quiet) - ({f.model for f in forwards} - quiet)
             if not quiet and chosen is None and args.get("clear", "none") == "none":
                 self._check_retained(forwards)

@@ -220,6 +220,25 @@ def test_gradient_is_defined_in_backward_and_kept_as_long_as_it_is_held(
             held += [(p.grad, p.grad.clone()) for _, p in parameters]
 
 
+@on_ranks(2)
+def test_retained_buffers_hold_every_gradient_after_one_that_the_script_holds(
+    rank: int, world: int
+) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp = DistributedDataParallel(layers, retain_allreduce_buffers=True)
+    x = torch.randn(2, 3)
+    ddp(x).sum().backward()
+    held = [buffer[:] for buffer in ddp.allreduce_buffers]
+    before = layers[1].weight.grad.clone()
+    layers[0](x).sum().backward()  # does not reach the second layer
+    check_equal(layers[1].weight.grad, before, "the second layer's gradient")
+    ends = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in ddp.allreduce_buffers]
+    for name, parameter in layers.named_parameters():
+        at = parameter.grad.data_ptr()
+        check(any(first <= at < end for first, end in ends), f"{name}'s gradient is in no buffer")
+    check(all(old.data_ptr() != first for old in held for first, _ in ends), "a held buffer")
+
+
 class _Distilled(nn.Module):
     """A student with a frozen teacher that was created in inference mode."""
 

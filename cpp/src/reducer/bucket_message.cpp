@@ -36,8 +36,8 @@ namespace apex::parallel::detail {
 //
 // A program may still hold an alias from an earlier backward, or may have moved it to another
 // parameter. Before the first gradient of a backward is copied, the owners of the memory are
-// counted. If there are others than the message and its members' gradients, the message gets a new
-// buffer.
+// counted. If there are others than the message and its members' gradients, the message and these
+// gradients get a new buffer.
 
 namespace {
 
@@ -135,7 +135,16 @@ bool BucketMessage::is_held() const {
 void BucketMessage::open() {
   if (std::exchange(open_, true)) return;
   copied_ = 0;
-  if (!buffer_.defined() || is_held()) allocate();
+  if (buffer_.defined() && !is_held()) return;
+  std::vector<Slot*> inside;
+  for (Slot& slot : slots_) {
+    if (slot.view.defined() && lies_in(slot.variable.grad(), slot)) inside.push_back(&slot);
+  }
+  allocate();
+  for (Slot* slot : inside) {  // its gradients move along
+    slot->view.copy_(slot->variable.grad());
+    slot->variable.mutable_grad() = handed_out(slot->view);
+  }
 }
 
 /// The values of a gradient in memory. It has a grad_fn after a backward with create_graph=True.
