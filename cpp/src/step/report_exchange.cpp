@@ -72,9 +72,13 @@ const StepTable* ReportExchange::peek() {
 
 const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile) {
   if (table_) return *table_;
+  // What is waited for is taken first, because `meanwhile` may call peek().
+  const ControlMessage message = std::exchange(message_, {});
+  const auto await = std::exchange(await_, {});
+  done_ = {};
   std::vector<int64_t> words;
-  if (await_) {
-    const at::Tensor sum = await_(meanwhile).to(at::kDouble);
+  if (await) {
+    const at::Tensor sum = await(meanwhile).to(at::kDouble);
     const auto* piece = sum.const_data_ptr<double>();
     words.resize(static_cast<size_t>(sum.numel() / kPieces));
     for (int64_t& word : words) {
@@ -83,11 +87,9 @@ const StepTable& ReportExchange::receive(const std::function<void()>& meanwhile)
       word = static_cast<int64_t>(bits);
     }
   } else {
-    const at::Tensor rows = message_.wait(meanwhile);
+    const at::Tensor rows = message.wait(meanwhile);
     words.assign(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
-    message_ = {};
   }
-  drop();
   return table_.emplace(std::move(words), static_cast<size_t>(members_.size), parameters_);
 }
 

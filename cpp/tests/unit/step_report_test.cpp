@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "comm/membership.h"
+#include "step/report_exchange.h"
 #include "step/step_report.h"
 
 // Report rows without ranks: each is written, read and judged.
@@ -288,6 +291,29 @@ TEST(StepReport, GradientsThatAreNotFinite_AreNamedByRankAndParameter_AndCounted
   const std::string text = table_of(all).describe_non_finite(name_of);
   expect_contains(text, "rank 1 contributed a gradient that is infinite or NaN for parameter 'p2'");
   expect_contains(text, "2 of 3 ranks");
+}
+
+TEST(ReportExchange, LookedAtWhileItIsReceived_IsReceivedOnce) {
+  // Two ranks; this one is rank 0, and the sum holds its row only.
+  Membership members;
+  members.size = 2;
+  detail::ReportExchange exchange(members, 3);
+  const Row own = rows(1).front();
+  const at::Tensor tail = at::zeros({detail::ReportExchange::tail_size(members, 3)}, at::kFloat);
+  exchange.write(own.report, own.used, own.trainable, tail);
+  int waits = 0;
+  exchange.sent_behind([] { return true; },
+                       [&](const std::function<void()>& meanwhile) {
+                         ++waits;
+                         if (meanwhile) meanwhile();
+                         return tail;
+                       });
+  // Other reducers of a backward that look at all reports.
+  const StepTable& table = exchange.receive([&] { EXPECT_EQ(exchange.peek(), nullptr); });
+  EXPECT_EQ(waits, 1);
+  EXPECT_TRUE(table.trainable(0, 2));
+  EXPECT_FALSE(table.trainable(1, 2));
+  EXPECT_EQ(exchange.peek(), &table);
 }
 
 }  // namespace
