@@ -422,7 +422,9 @@ class FP16Run(Run):
             parts[index].load_state_dict(states[index])
 
     def write(self, step: int, how: str, push: bool) -> None:
-        halve([*self.masters(), *self.net.parameters()], how)
+        halve(self.masters(), how)
+        for param, master in zip(self.net.parameters(), self.masters(), strict=True):
+            param.data.copy_(master.data)
 
     def rescale(self, loss: int) -> None:
         self.known[0].loss_scale = 32.0
