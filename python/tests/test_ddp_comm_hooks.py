@@ -29,9 +29,6 @@ def _yield(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-# --- set_buffer() ---
-
-
 class Shapes(nn.Module):
     """Transposed, channels-last, scalar, empty and complex parameters."""
 
@@ -115,8 +112,6 @@ def test_comm_hook_of_torch_in_a_compress_wrapper_averages(
         )
 
 
-# --- results ---
-
 RESULTS: dict[str, Any] = {
     "contiguous": lambda flat: flat.clone().view(2, -1),
     "transposed": lambda flat: flat.view(2, -1).t().contiguous().t(),
@@ -150,9 +145,6 @@ def test_comm_hook_result_of_any_shape_and_strides_is_taken_in_order(
     ddp.register_comm_hook(None, hook)
     for step in range(3):
         check_step(ddp, lambda m, r, s=step: _loss(m, r, s), f"step {step}")
-
-
-# --- built-in hooks ---
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -212,9 +212,6 @@ def test_compile_this_torch_asks_for_the_wrapper() -> None:
     )
 
 
-# --- shapes, dtypes, backends ---
-
-
 @splits
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
@@ -334,9 +331,6 @@ def test_compile_eager_step_does_not_import_the_compiler(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- calls of the core in frames that are traced ---
-
-
 def _small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -369,9 +363,6 @@ def test_compile_methods_in_a_compiled_function_work(rank: int, world: int) -> N
     check_equal(ddp.total_weight, 4.0, "total weight")
     changed = [not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
     check(all(changed), "the sharded step changed nothing")
-
-
-# --- compiled autograd ---
 
 
 @pytest.mark.parametrize("how", ["within_a_compiled_step", "enabled"])

@@ -114,9 +114,6 @@ def test_backward_after_the_wrapper_with_a_hook_was_deleted_raises(
     check_step(DistributedDataParallel(module), _loss, "wrapped again")
 
 
-# --- copies ---
-
-
 @on_ranks(2)
 def test_copy_shares_a_hooks_state_that_holds_a_process_group(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(build(), message_size=20)

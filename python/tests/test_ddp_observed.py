@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import backward, batch, make
+from ddp_models import backward, batch, build, data, make
 from ddp_support import check, check_equal, check_near, check_same_on_all_ranks, on_ranks, raises
 from torch import nn
 
@@ -103,6 +103,19 @@ def test_check_finite_names_rank_and_parameter(
         if bad:
             ddp.module.b.weight._backward_hooks.clear()
     check_same_on_all_ranks([p.grad for p in ddp.parameters()], "afterwards")
+
+
+@on_ranks(2)
+def test_check_finite_finds_what_a_parameter_outside_of_the_plan_has(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(build(), check_finite=True)
+    for _ in range(2):
+        ddp(data(rank), [0, 1]).sum().backward()
+        ddp.zero_grad()
+    if rank == 1:
+        ddp.module.layers[2].weight.register_hook(lambda grad: grad * float("inf"))
+    said = "rank 1 contributed a gradient that is infinite or NaN for parameter 'layers.2.weight'"
+    with raises(RuntimeError, said):
+        ddp(data(rank), [0, 1, 2]).sum().backward()
 
 
 @on_ranks(2)

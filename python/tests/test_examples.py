@@ -167,9 +167,6 @@ def test_resumed_script_ends_as_if_it_had_not_stopped(
     assert not same_bits(torch.load(half), torch.load(whole))
 
 
-# --- mnist ---
-
-
 def test_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     """As the README says: bitwise equal parameters, losses up to rounding, and the same bits after
     a resume."""
@@ -188,9 +185,6 @@ def test_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     again = ["--resume", tmp_path / "run.pt", "--epochs=2"]
     train("mnist/main.py", tmp_path, *options, *again, ranks=2)
     assert json.loads(two.read_text())["losses"] == together[len(alone) // 3 : 2 * len(alone) // 3]
-
-
-# --- the notebook ---
 
 
 @pytest.mark.nightly

@@ -273,9 +273,6 @@ def test_sharded_optimizer_under_join_is_refused(rank: int, world: int) -> None:
         optimizer.step()
 
 
-# --- beside another thread ---
-
-
 @on_ranks(3)
 def test_sharded_optimizer_steps_while_another_thread_reduces_and_a_rank_is_paused(
     rank: int, world: int

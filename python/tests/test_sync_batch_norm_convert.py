@@ -128,9 +128,6 @@ def test_convert_state_dict_hook_sees_the_new_module() -> None:
     assert seen == [module]
 
 
-# --- a refused conversion does not change the model ---
-
-
 def _with_forward() -> nn.Module:
     module = nn.BatchNorm2d(4)
     module.forward = types.MethodType(lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), module)
