@@ -49,7 +49,8 @@ def draw_program(seed: int) -> Program:
             "forward": True,
         }
         kept = {key: value for key, value in drawn.items() if rng.random() < 0.25}
-        if plain or fp16:
+        # Without master weights, float16 gradients near 0 lose bits when they are scaled again.
+        if plain or fp16 or (level == "O3" and "small" in name):
             kept.pop("raises", None)
         return kept
 
