@@ -171,7 +171,8 @@ class Block(nn.Module):
         if kind == "complex":
             return torch.tanh((h @ self.a).real) + 0.5 * h.real
         if kind == "adapter":
-            return h @ self.base.value().t().to(h.dtype) + h @ self.a @ self.b
+            frozen = h @ self.base.value().t().to(h.dtype)
+            return torch.tanh(frozen + h @ self.a @ self.b) + 0.5 * h
         if kind == "buffer":
             return h * self.factor.to(h.dtype) + self.a
         return self.inner(h)
