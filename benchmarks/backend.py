@@ -31,19 +31,13 @@ def collectives(numel: int, group: Any) -> dict[str, Callable[[], Any]]:
     world = dist.get_world_size()
     share = max(1, numel // world)
     whole, part = torch.ones(share * world), torch.ones(share)
-    other = torch.empty_like(whole)
     parts: list[Tensor] = list(torch.empty_like(whole).chunk(world))
-    first = dist.get_rank() == 0
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group),
-        "reduce": lambda: dist.reduce(whole, 0, group=group),
         "all_gather": lambda: dist.all_gather(parts, part, group=group),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "gather": lambda: dist.gather(part, parts if first else None, 0, group=group),
-        "scatter": lambda: dist.scatter(part, parts if first else None, 0, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "barrier": lambda: dist.barrier(group=group),
     }
 
@@ -102,8 +96,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = [
-        "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather",
-        "scatter", "reduce_scatter", "all_to_all", "barrier",
+        "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+        "barrier",
     ]  # fmt: skip
     parser.add_argument("--ranks", type=harness.positive_int, nargs="+", default=[2, 4])
     parser.add_argument(

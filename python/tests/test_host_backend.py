@@ -130,7 +130,6 @@ def test_wrong_arguments_raise_before_anything_is_sent(rank: int, world: int) ->
     for call, fragment in (
         (lambda: dist.all_gather([torch.empty(3)], torch.ones(3), group=one), "a list of 1"),
         (lambda: dist.all_gather_into_tensor(torch.empty(5), torch.ones(3), group=one), "5 elem"),
-        (lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 1], group=one), "split"),
         (
             lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(3), group=one),
             "3 elements",
@@ -170,20 +169,6 @@ def test_rank_that_has_left_is_named_at_once(rank: int, world: int) -> None:
             dist.all_reduce(torch.ones(3), group=one)
     dist.barrier()  # rank 1 holds it until then
     check(work.is_completed(), "what has completed stays so")
-
-
-@on_ranks(2)
-def test_all_to_all_of_other_sizes_ends_the_group(rank: int, world: int) -> None:
-    """Rank 0 sends one row more to rank 1 than rank 1 expects."""
-    one = group()
-    sent = [1, 2] if rank == 0 else [1, 1]
-    received = torch.empty(2)
-    with raises(RuntimeError, "expects" if rank == 1 else ""):
-        dist.all_to_all_single(received, torch.ones(sum(sent)), [1, 1], sent, group=one)
-        dist.barrier(group=one)
-    two = group()
-    with raises(ValueError, "a negative split size, -1"):
-        dist.all_to_all_single(torch.empty(2), torch.ones(2), [3, -1], [1, 1], group=two)
 
 
 @on_ranks(2)

@@ -290,9 +290,8 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 const at::Tensor& received, const at::Tensor& sent,
                                                 std::vector<int64_t> received_numel,
                                                 std::vector<int64_t> sent_numel) {
-  const auto channel = channel_for(what, group, {received, sent});
-  return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
-    if (channel) return channel->all_to_all(what, received, sent, received_numel, sent_numel);
+  host_backend_for(what, group, {received, sent});  // ranks of a host learn their processes
+  return call_collective(what, group, [&] {
     at::Tensor output = received, input = sent;
     return detail::all_to_all_single(group, output, input, received_numel, sent_numel);
   });

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -32,12 +31,6 @@ using std::chrono::milliseconds;
 using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-constexpr const char* kAllToAll = "apex:all_to_all";
-
-int64_t sum_of(const std::vector<int64_t>& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
-}
 
 bool in_host_memory(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
@@ -94,19 +87,6 @@ const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const cha
   TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(ranks), what, ": a list of ", list.size(),
                     " tensors for ", ranks, " ranks");
   return list;
-}
-
-/// Checks `sizes`, the number of rows of a tensor for each rank; empty means equal shares.
-void require_split(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int ranks) {
-  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
-  for (const int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, kAllToAll, ": a negative split size, ", size);
-  }
-  TORCH_CHECK_VALUE(sizes.empty() || sizes.size() == static_cast<size_t>(ranks), kAllToAll, ": ",
-                    sizes.size(), " sizes for ", ranks, " ranks");
-  TORCH_CHECK_VALUE(sizes.empty() ? rows % ranks == 0 : sum_of(sizes) == rows, kAllToAll,
-                    ": a tensor of ", rows, " rows is not split by these sizes over ", ranks,
-                    " ranks");
 }
 
 }  // namespace
@@ -248,15 +228,6 @@ bool HostBackend::in_memory(const Tensors& tensors) const {
   return shares_memory() && in_host_memory(tensors);
 }
 
-/// The root's list with a tensor for each rank; empty on other ranks.
-Tensors HostBackend::list_of_root(const std::vector<Tensors>& lists, int64_t root,
-                                  const char* what) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, what, ": there is no rank ", root, " of ", size_);
-  if (root == rank_) return only_list(lists, size_, what);
-  TORCH_CHECK_VALUE(lists.empty(), what, ": only rank ", root, " has a list of tensors");
-  return {};
-}
-
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
   if (!shares_memory()) return gloo()->barrier(options);
   return channel()->all_reduce(begin(c10d::OpType::BARRIER, "apex:barrier", options, {}, {}),
@@ -292,14 +263,6 @@ WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
   return channel()->broadcast(std::move(call), tensors, options.rootRank);
 }
 
-WorkPtr HostBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const Op op = options.reduceOp;
-  if (!in_memory(tensors) || !HostChannel::can_all_reduce(only(tensors, "apex:reduce"), op))
-    return gloo()->reduce(tensors, options);
-  HostCall call = begin(c10d::OpType::REDUCE, "apex:reduce", options, tensors, tensors);
-  return channel()->reduce(std::move(call), tensors.front(), op, options.rootRank);
-}
-
 WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
   if (!in_memory(inputs)) return gloo()->allgather(outputs, inputs, options);
@@ -315,24 +278,6 @@ WorkPtr HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
   HostCall call =
       begin(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options, {input}, {output});
   return channel()->all_gather(std::move(call), {output}, input);
-}
-
-WorkPtr HostBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                            const c10d::GatherOptions& options) {
-  if (!in_memory(inputs)) return gloo()->gather(outputs, inputs, options);
-  const at::Tensor& input = only(inputs, "apex:gather");
-  const Tensors list = list_of_root(outputs, options.rootRank, "apex:gather");
-  HostCall call = begin(c10d::OpType::GATHER, "apex:gather", options, inputs, list);
-  return channel()->gather(std::move(call), list, input, options.rootRank);
-}
-
-WorkPtr HostBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                             const c10d::ScatterOptions& options) {
-  if (!in_memory(outputs)) return gloo()->scatter(outputs, inputs, options);
-  const at::Tensor& output = only(outputs, "apex:scatter");
-  const Tensors list = list_of_root(inputs, options.rootRank, "apex:scatter");
-  HostCall call = begin(c10d::OpType::SCATTER, "apex:scatter", options, list, outputs);
-  return channel()->scatter(std::move(call), output, list, options.rootRank);
 }
 
 WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -357,43 +302,6 @@ WorkPtr HostBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
   HostCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base", options,
                         {input}, {output});
   return channel()->reduce_scatter(std::move(call), output, {input}, options.reduceOp);
-}
-
-WorkPtr HostBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                   std::vector<int64_t>& output_sizes,
-                                   std::vector<int64_t>& input_sizes,
-                                   const c10d::AllToAllOptions& options) {
-  if (!in_memory({output, input}))
-    return gloo()->alltoall_base(output, input, output_sizes, input_sizes, options);
-  require_split(output, output_sizes, size_);
-  require_split(input, input_sizes, size_);
-  HostCall call = begin(c10d::OpType::ALLTOALL_BASE, kAllToAll, options, {input}, {output});
-  return channel()->all_to_all(std::move(call), output, input, output_sizes, input_sizes);
-}
-
-/// In one message, through a copy.
-WorkPtr HostBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                              const c10d::AllToAllOptions& options) {
-  if (!in_memory(outputs) || !in_memory(inputs)) return gloo()->alltoall(outputs, inputs, options);
-  const auto ranks = static_cast<size_t>(size_);
-  TORCH_CHECK_VALUE(outputs.size() == ranks && inputs.size() == ranks, kAllToAll, ": lists of ",
-                    outputs.size(), " and ", inputs.size(), " tensors for ", size_, " ranks");
-  HostCall call = begin(c10d::OpType::ALLTOALL, kAllToAll, options, inputs, outputs);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  std::vector<int64_t> received, sent;
-  Tensors flat;
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    received.push_back(outputs[rank].numel());
-    sent.push_back(inputs[rank].numel());
-    flat.push_back(inputs[rank].view({-1}));
-  }
-  const at::Tensor all = at::empty({sum_of(received)}, outputs.front().options());
-  call.after = [all, received, outputs] {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensors parts = all.split_with_sizes(received);
-    for (size_t rank = 0; rank < parts.size(); ++rank) outputs[rank].view({-1}).copy_(parts[rank]);
-  };
-  return channel()->all_to_all(std::move(call), all, at::cat(flat), received, sent);
 }
 
 c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequest& request) {

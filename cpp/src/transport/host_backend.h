@@ -26,11 +26,12 @@ namespace apex::parallel {
 
 // Note [The backend of a host]
 //
-// If all ranks of a group share memory, its collectives run on a HostChannel. If they are on
-// several hosts with the same number of ranks each, all-reduces run on a HostHierarchy. Gloo does
-// the rest: point-to-point messages, coalesced collectives, sparse tensors, a monitored barrier,
-// and groups whose ranks share no memory. The choice depends only on arguments that are the same on
-// all ranks, so all ranks make the same choice. Tensors must be contiguous, as in NCCL.
+// If all ranks of a group share memory, a HostChannel serves the collectives of data-parallel
+// training: all-reduce, broadcast, all-gather, reduce-scatter, barrier. If they are on several
+// hosts with the same number of ranks each, all-reduces run on a HostHierarchy. Gloo does the rest:
+// other collectives, point-to-point messages, coalesced collectives, sparse tensors, a monitored
+// barrier, and groups whose ranks share no memory. The choice depends only on arguments that are
+// the same on all ranks, so all ranks make the same choice. Tensors must be contiguous, as in NCCL.
 //
 // This package calls the channel itself, with a name of the collective for errors.
 
@@ -62,7 +63,9 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
     return gloo()->allreduce_sparse(tensors, options);
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return gloo()->reduce(tensors, options);
+  }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -76,9 +79,13 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
     return gloo()->allgather_into_tensor_coalesced(outputs, inputs, options);
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override;
+                 const c10d::GatherOptions& options) override {
+    return gloo()->gather(outputs, inputs, options);
+  }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                  const c10d::ScatterOptions& options) override;
+                  const c10d::ScatterOptions& options) override {
+    return gloo()->scatter(outputs, inputs, options);
+  }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -89,9 +96,13 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes,
-                        const c10d::AllToAllOptions& options) override;
+                        const c10d::AllToAllOptions& options) override {
+    return gloo()->alltoall_base(output, input, output_sizes, input_sizes, options);
+  }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const c10d::AllToAllOptions& options) override;
+                   const c10d::AllToAllOptions& options) override {
+    return gloo()->alltoall(outputs, inputs, options);
+  }
   WorkPtr send(Tensors& tensors, int destination, int tag) override {
     return gloo()->send(tensors, destination, tag);
   }
@@ -144,7 +155,6 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   HostCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
                  Tensors outputs);
   bool in_memory(const Tensors& tensors) const;
-  Tensors list_of_root(const std::vector<Tensors>& lists, int64_t root, const char* what) const;
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;

@@ -3,7 +3,6 @@
 
 #include <sched.h>
 
-#include <numeric>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -95,13 +94,12 @@ at::Tensor HostChannel::allocate(int64_t numel, const at::TensorOptions& options
 
 /// A collective in which each rank's message has the size and dtype of `each`; undefined: any.
 HostChannel::OperationPtr HostChannel::describe(const std::string& what, Kind kind,
-                                                const at::Tensor& each, int64_t root) {
+                                                const at::Tensor& each) {
   auto operation = std::make_shared<Operation>();
   operation->channel = shared_from_this();
   operation->what = what;
   Message& message = operation->message;
   message.kind = kind;
-  message.root = static_cast<int32_t>(root);
   if (each.defined()) {
     message.dtype = each.scalar_type();
     message.numel = each.numel();
@@ -113,10 +111,9 @@ HostChannel::OperationPtr HostChannel::describe(const std::string& what, Kind ki
 
 HostChannel::OperationPtr HostChannel::describe_reduction(const std::string& what, Kind kind,
                                                           const at::Tensor& received,
-                                                          std::vector<at::Tensor> sent, Op op,
-                                                          int64_t root) {
+                                                          std::vector<at::Tensor> sent, Op op) {
   const at::Tensor real = real_of(received);
-  auto operation = describe(what, kind, real, root);
+  auto operation = describe(what, kind, real);
   operation->message.op = op;
   operation->sent = std::move(sent);
   operation->output = real;
@@ -125,8 +122,7 @@ HostChannel::OperationPtr HostChannel::describe_reduction(const std::string& wha
 
 HostChannel::JobPtr HostChannel::summing(const std::string& what, const at::Tensor& tensor, Op op) {
   const bool whole = static_cast<int64_t>(tensor.nbytes()) <= kWhole;
-  return describe_reduction(what, whole ? Kind::kSumWhole : Kind::kSumParts, tensor, {tensor}, op,
-                            0);
+  return describe_reduction(what, whole ? Kind::kSumWhole : Kind::kSumParts, tensor, {tensor}, op);
 }
 
 HostChannel::WorkPtr HostChannel::all_reduce(HostCall call, const at::Tensor& tensor, Op op) {
@@ -134,16 +130,10 @@ HostChannel::WorkPtr HostChannel::all_reduce(HostCall call, const at::Tensor& te
   return issue(std::move(call), std::move(job));
 }
 
-HostChannel::WorkPtr HostChannel::reduce(HostCall call, const at::Tensor& tensor, Op op,
-                                         int64_t root) {
-  JobPtr job = describe_reduction(call.what, Kind::kReduce, tensor, {tensor}, op, root);
-  return issue(std::move(call), std::move(job));
-}
-
 HostChannel::WorkPtr HostChannel::reduce_scatter(HostCall call, const at::Tensor& received,
                                                  const std::vector<at::Tensor>& sent, Op op) {
   require_shares(call.what, sent, received);
-  JobPtr job = describe_reduction(call.what, Kind::kReduceScatter, received, sent, op, 0);
+  JobPtr job = describe_reduction(call.what, Kind::kReduceScatter, received, sent, op);
   return issue(std::move(call), std::move(job));
 }
 
@@ -151,7 +141,8 @@ HostChannel::WorkPtr HostChannel::broadcast(HostCall call, std::vector<at::Tenso
                                             int64_t root,
                                             std::shared_ptr<std::vector<uint8_t>> changed) {
   const bool one = parts.size() == 1 && !changed;
-  auto operation = describe(call.what, Kind::kBroadcast, one ? parts[0] : at::Tensor(), root);
+  auto operation = describe(call.what, Kind::kBroadcast, one ? parts[0] : at::Tensor());
+  operation->message.root = static_cast<int32_t>(root);
   if (root == rank_) operation->sent = parts;
   operation->parts = std::move(parts);
   operation->changed = std::move(changed);
@@ -180,7 +171,7 @@ void HostChannel::require_shares(const std::string& what, const std::vector<at::
 HostChannel::WorkPtr HostChannel::all_gather(HostCall call, std::vector<at::Tensor> gathered,
                                              const at::Tensor& share) {
   require_shares(call.what, gathered, share);
-  auto operation = describe(call.what, Kind::kAllGather, share, 0);
+  auto operation = describe(call.what, Kind::kAllGather, share);
   operation->sent = {share};
   operation->parts = std::move(gathered);
   return issue(std::move(call), std::move(operation));
@@ -188,65 +179,12 @@ HostChannel::WorkPtr HostChannel::all_gather(HostCall call, std::vector<at::Tens
 
 HostChannel::JobPtr HostChannel::gathering(const std::string& what, std::vector<at::Tensor> parts) {
   const at::Tensor& own = parts[static_cast<size_t>(rank_)];
-  auto operation = describe(what, Kind::kAllGather, own, 0);
+  auto operation = describe(what, Kind::kAllGather, own);
   operation->message.numel = 0;
   for (const at::Tensor& part : parts) operation->message.numel += part.numel();
   operation->sent = {own};
   operation->parts = std::move(parts);
   return operation;
-}
-
-HostChannel::WorkPtr HostChannel::gather(HostCall call, std::vector<at::Tensor> gathered,
-                                         const at::Tensor& share, int64_t root) {
-  if (root == rank_) require_shares(call.what, gathered, share);
-  auto operation = describe(call.what, Kind::kGather, share, root);
-  operation->sent = {share};
-  operation->parts = std::move(gathered);
-  return issue(std::move(call), std::move(operation));
-}
-
-HostChannel::WorkPtr HostChannel::scatter(HostCall call, const at::Tensor& received,
-                                          const std::vector<at::Tensor>& sent, int64_t root) {
-  auto operation = describe(call.what, Kind::kScatter, received, root);
-  operation->output = received;
-  if (root == rank_) {
-    require_shares(call.what, sent, received);
-    operation->sent =
-        sent.size() == 1 ? sent.front().view({size_, received.numel()}).unbind() : sent;
-    operation->own = {operation->sent[rank_], received};
-    operation->sent.erase(operation->sent.begin() + rank_);
-  }
-  return issue(std::move(call), std::move(operation));
-}
-
-HostChannel::WorkPtr HostChannel::all_to_all(HostCall call, const at::Tensor& received,
-                                             const at::Tensor& sent,
-                                             const std::vector<int64_t>& received_numel,
-                                             const std::vector<int64_t>& sent_numel) {
-  const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
-  const auto numel_of = [&](const at::Tensor& tensor, std::vector<int64_t> rows) {
-    const int64_t all = tensor.dim() > 0 ? tensor.size(0) : 1;
-    if (rows.empty()) rows.assign(static_cast<size_t>(size_), all / size_);
-    for (int64_t& of_rank : rows) of_rank *= all > 0 ? tensor.numel() / all : 0;
-    return rows;
-  };
-  const auto before = [&](const std::vector<int64_t>& lengths) {
-    return std::accumulate(lengths.begin(), lengths.begin() + rank_, int64_t{0});
-  };
-  auto operation = describe(call.what, Kind::kAllToAll, sent, 0);
-  operation->message.numel = 0;
-  operation->output = received;
-  std::vector<int64_t> from = numel_of(received, received_numel), to = numel_of(sent, sent_numel);
-  // The byte count for each rank, then the data, except for this rank's own.
-  const at::Tensor in = received.view({-1}), out = sent.view({-1});
-  const int64_t own = to[rank_], begin = before(to), end = begin + own;
-  operation->sent = {at::tensor(to, at::kLong) * static_cast<int64_t>(sent.element_size()),
-                     out.narrow(0, 0, begin), out.narrow(0, end, out.numel() - end)};
-  if (own == from[rank_])  // else take_shares() reports the mismatch
-    operation->own = {out.narrow(0, begin, own), in.narrow(0, before(from), own)};
-  for (int64_t& numel : from) numel *= static_cast<int64_t>(received.element_size());
-  operation->received = std::move(from);
-  return issue(std::move(call), std::move(operation));
 }
 
 }  // namespace apex::parallel

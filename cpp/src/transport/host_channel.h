@@ -86,23 +86,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
                     std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
   /// Gathers `share` of every rank, in rank order, into one tensor or into one tensor per rank.
   WorkPtr all_gather(HostCall call, std::vector<at::Tensor> gathered, const at::Tensor& share);
-  /// all_gather() on rank `root` only; the other ranks pass no `gathered`.
-  WorkPtr gather(HostCall call, std::vector<at::Tensor> gathered, const at::Tensor& share,
-                 int64_t root);
-  /// Sends each rank its share of the root's `sent` (shaped like `gathered` above); other ranks
-  /// pass none.
-  WorkPtr scatter(HostCall call, const at::Tensor& received, const std::vector<at::Tensor>& sent,
-                  int64_t root);
-  /// As all_reduce(), but only rank `root` gets the result. Other ranks' tensors are unchanged.
-  WorkPtr reduce(HostCall call, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op,
-                 int64_t root);
   /// Gives each rank its share of the sum of `sent` (shaped like `gathered` above).
   WorkPtr reduce_scatter(HostCall call, const at::Tensor& received,
                          const std::vector<at::Tensor>& sent, c10d::ReduceOp::RedOpType op);
-  /// Numbers of rows (first dimension) per rank; empty lists mean equal shares.
-  WorkPtr all_to_all(HostCall call, const at::Tensor& received, const at::Tensor& sent,
-                     const std::vector<int64_t>& received_numel,
-                     const std::vector<int64_t>& sent_numel);
 
   /// Issues a job that is made of the channel's jobs, which it advances in the same order on all
   /// ranks.
@@ -125,17 +111,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 
  private:
-  enum class Kind : uint8_t {
-    kSumWhole,
-    kSumParts,
-    kBroadcast,
-    kAllGather,
-    kAllToAll,
-    kGather,
-    kScatter,
-    kReduce,
-    kReduceScatter,
-  };
+  enum class Kind : uint8_t { kSumWhole, kSumParts, kBroadcast, kAllGather, kReduceScatter };
   struct Control;
   struct Message;
   struct Operation;
@@ -144,10 +120,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   using OperationPtr = std::shared_ptr<Operation>;
 
   // Describe collectives: host_channel.cpp.
-  OperationPtr describe(const std::string& what, Kind kind, const at::Tensor& each, int64_t root);
+  OperationPtr describe(const std::string& what, Kind kind, const at::Tensor& each);
   OperationPtr describe_reduction(const std::string& what, Kind kind, const at::Tensor& received,
-                                  std::vector<at::Tensor> sent, c10d::ReduceOp::RedOpType op,
-                                  int64_t root);
+                                  std::vector<at::Tensor> sent, c10d::ReduceOp::RedOpType op);
   void require_shares(const std::string& what, const std::vector<at::Tensor>& of,
                       const at::Tensor& each) const;
 
@@ -163,7 +138,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void sum_parts(const Operation& operation, bool helps) const;
   void sum_part(const Operation& operation, int64_t begin, int64_t end) const;
   void take_parts(const Operation& operation, const char* message) const;
-  void take_shares(const Operation& operation) const;
   void take_result(const Operation& operation) const;
   const Message& message_of(int rank, const Operation& operation) const;
   std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;

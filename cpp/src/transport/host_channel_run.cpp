@@ -95,9 +95,6 @@ void HostChannel::post(Operation& operation) {
   operation.number = next_++;
   const HostPlace place = stage_message(operation);
   operation.message.place = place;
-  const auto& [own, to] = operation.own;
-  if (own.defined() && own.numel() > 0)  // source and destination may overlap
-    std::memmove(to.mutable_data_ptr(), own.const_data_ptr(), own.nbytes());
   APEX_HOST_STEP("message written");
   Control& mine = *controls_[rank_];
   mine.slots[operation.number % 2] = operation.message;
@@ -182,15 +179,10 @@ void HostChannel::check_messages(const Operation& operation) const {
 }
 
 void HostChannel::find_messages(Operation& operation) {
-  const Kind kind = operation.message.kind;
-  const int root = operation.message.root;
-  const bool one_reader = kind == Kind::kGather || kind == Kind::kReduce;
-  const bool one_source = kind == Kind::kBroadcast || kind == Kind::kScatter;
   operation.messages.assign(static_cast<size_t>(size_), nullptr);
-  if (one_reader && root != rank_) return;
   for (int peer = 0; peer < size_; ++peer) {
     char*& message = operation.messages[static_cast<size_t>(peer)];
-    if (one_source && peer != root) continue;
+    if (operation.message.kind == Kind::kBroadcast && peer != operation.message.root) continue;
     if (peer == rank_) {
       message = operation.copied ? staged_[operation.number % 2].get() : data_of(operation.output);
       continue;
@@ -210,42 +202,30 @@ void HostChannel::do_part(Operation& operation) {
   const at::Tensor& output = operation.output;
   const std::vector<char*>& from = operation.messages;
   const int root = operation.message.root;
-  const bool reads = from[static_cast<size_t>(root)] != nullptr;
-  char* const out = output.defined() ? data_of(output) : nullptr;
-  const size_t bytes = output.defined() ? output.nbytes() : 0;
   switch (operation.message.kind) {
     case Kind::kSumParts:
       sum_parts(operation, /*helps=*/false);
       break;
     case Kind::kSumWhole:
-    case Kind::kReduce:
     case Kind::kReduceScatter: {
-      if (!reads) break;
       const bool by_shares = operation.message.kind == Kind::kReduceScatter;
+      const size_t begin = by_shares ? output.nbytes() * static_cast<size_t>(rank_) : 0;
       std::vector<const char*> shares;
-      for (const char* message : from)
-        shares.push_back(message + (by_shares ? bytes * static_cast<size_t>(rank_) : 0));
-      combine(operation.message.op, output.scalar_type(), output.numel(), shares, {out});
+      for (const char* message : from) shares.push_back(message + begin);
+      combine(operation.message.op, output.scalar_type(), output.numel(), shares,
+              {data_of(output)});
       break;
     }
     case Kind::kBroadcast:
       if (root != rank_) take_parts(operation, from[static_cast<size_t>(root)]);
       break;
-    case Kind::kScatter:  // the root has its share already
-      if (root != rank_)
-        copy_bytes(out, from[static_cast<size_t>(root)] + bytes * (rank_ - (rank_ > root)), bytes);
-      break;
     case Kind::kAllGather:
-    case Kind::kGather:
-      for (size_t peer = 0; reads && peer < from.size(); ++peer) {
+      for (size_t peer = 0; peer < from.size(); ++peer) {
         const bool one = operation.parts.size() == 1;
         const at::Tensor& to = operation.parts[one ? 0 : peer];
         const size_t share = to.nbytes() / (one ? from.size() : 1);
         copy_bytes(data_of(to) + (one ? share * peer : 0), from[peer], share);
       }
-      break;
-    case Kind::kAllToAll:
-      take_shares(operation);
       break;
   }
 }
@@ -293,25 +273,6 @@ void HostChannel::take_parts(const Operation& operation, const char* message) co
     if (differs) copy_bytes(to, message, bytes);
     if (operation.changed) (*operation.changed)[i] = static_cast<uint8_t>(differs);
     message += bytes;
-  }
-}
-
-/// Of an all-to-all.
-void HostChannel::take_shares(const Operation& operation) const {
-  char* out = data_of(operation.output);
-  for (int peer = 0; peer < size_; ++peer) {
-    const char* const message = operation.messages[static_cast<size_t>(peer)];
-    const auto* lengths = reinterpret_cast<const int64_t*>(message);
-    const char* data = message + sizeof(int64_t) * static_cast<size_t>(size_);
-    for (int before = 0; before < rank_; ++before) data += before == peer ? 0 : lengths[before];
-    const int64_t expected = operation.received[static_cast<size_t>(peer)];
-    if (lengths[rank_] != expected) {
-      throw Error(operation.what + ": " + name_of(peer) + " sends " +
-                  std::to_string(lengths[rank_]) + " bytes, but this rank expects " +
-                  std::to_string(expected));
-    }
-    if (peer != rank_) copy_bytes(out, data, static_cast<size_t>(expected));
-    out += expected;
   }
 }
 

@@ -11,7 +11,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +29,7 @@ struct HostChannel::Message {
   bool keeps_part = false;  ///< the message lacks this rank's part, which only it can sum
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
-  int32_t root = 0;
+  int32_t root = 0;   ///< of a broadcast
   int64_t numel = 0;  ///< must be the same on all ranks
   HostPlace place;
   char what[168] = {};
@@ -73,9 +72,6 @@ struct HostChannel::Operation final : HostJob {
   std::vector<at::Tensor> parts;
   /// Per part, whether it was written. Null: all parts are written.
   std::shared_ptr<std::vector<uint8_t>> changed;
-  std::vector<int64_t> received;  ///< all-to-all: bytes from each rank in output
-  /// This rank's own share, which is not in the message, and where it goes.
-  std::pair<at::Tensor, at::Tensor> own;
 
   Phase phase = Phase::kIssued;
   uint64_t number = 0;

@@ -113,9 +113,6 @@ void train(HostChannel& channel, int rank, int ranks) {
   at::Tensor root = at::full({3}, rank, at::kFloat);
   channel.broadcast("broadcast", {root}, 1)->wait();
   check(root, 1, "broadcast");
-  at::Tensor reduced = at::full({3000}, rank, at::kFloat);
-  channel.reduce("reduce", reduced, Op::SUM, 1)->wait();
-  check(reduced, rank == 1 ? sum : rank, "sum of one rank");
   at::Tensor share = at::empty({3000}, at::kFloat);
   channel.reduce_scatter("share", share, {at::full({3000 * ranks}, rank, at::kFloat)}, Op::SUM)
       ->wait();
