@@ -29,15 +29,14 @@ namespace apex::parallel {
 //
 // - It puts its message where its peers can read it, describes it in a slot, and publishes it with
 //   `posted`. Then it waits until all ranks have posted, and compares the descriptions.
-// - In a large all-reduce it claims its part, sums it in rank order over all messages, and writes
-//   the sum over the same part of all messages. No other rank reads or writes that part, so one
-//   pass over memory is enough. It publishes that with `done`. When all parts are done, the
-//   messages hold the result. A rank that waits also claims small parts of others: to wake a
-//   sleeping rank takes longer than to sum its part.
+// - In a large all-reduce it sums its part in rank order over all messages, and writes the sum over
+//   the same part of all messages. No other rank reads or writes that part, so one pass over memory
+//   is enough. It publishes that with `done`. When all parts are done, the messages hold the
+//   result.
 // - In every other collective it copies or sums what it needs.
 //
 // A message in shared memory is summed in place. Any other message is copied to shared memory and
-// back, except for this rank's part, which stays where only its rank can sum it.
+// back, except for this rank's part, which only this rank needs.
 //
 // Two slots are enough. A rank posts a collective when it has finished the one before. So when all
 // ranks have posted it, none uses the slots and copies of earlier ones. The slot and the copy of
@@ -135,12 +134,11 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void check_messages(const Operation& operation) const;
   void find_messages(Operation& operation);
   void do_part(Operation& operation);
-  void sum_parts(const Operation& operation, bool helps) const;
-  void sum_part(const Operation& operation, int64_t begin, int64_t end) const;
+  void sum_part(const Operation& operation) const;
   void take_parts(const Operation& operation, const char* message) const;
   void take_result(const Operation& operation) const;
   const Message& message_of(int rank, const Operation& operation) const;
-  std::pair<int64_t, int64_t> part_of(int rank, int64_t bytes) const;
+  std::pair<int64_t, int64_t> own_part(int64_t bytes) const;
   std::vector<int> awaited(const Operation& operation) const;
   void check_ranks(const Operation& operation, bool processes) const;
   std::string ended_process() const;

@@ -23,15 +23,6 @@ using std::chrono::microseconds;
 
 /// How long a thread that waits spins for ranks that do their parts of a sum.
 constexpr microseconds kSpinForParts{100};
-/// Largest part that a waiting rank sums for another one.
-constexpr int64_t kHelpBytes = int64_t{256} << 10;
-
-/// Claims grow with the collectives, so that they are never reset.
-constexpr uint64_t kClaims = 128;
-uint64_t claim_of(uint64_t number, int rank) {
-  return (number + 1) * kClaims + static_cast<uint64_t>(rank);
-}
-
 const char* text_of(c10d::ReduceOp::RedOpType op) {
   static constexpr const char* kNames[] = {"sum",     "average",     "product",    "minimum",
                                            "maximum", "bitwise and", "bitwise or", "bitwise xor"};
@@ -60,30 +51,22 @@ bool HostChannel::advance(Operation& operation, microseconds spin) {
     if (!all_have(&Control::posted, operation, spin)) return false;
     APEX_HOST_STEP("all are here");
     check_messages(operation);
-    const bool by_parts = operation.message.kind == Kind::kSumParts;
-    // If other ranks have done all parts, they may have exited since.
-    if (!by_parts || !all_have(&Control::done, operation, microseconds(0))) {
-      find_messages(operation);
-      APEX_HOST_STEP("messages mapped");
-      do_part(operation);
-    }
-    if (!by_parts) {
-      // A message outside the first block is mapped when it is first read, which requires that its
-      // owner is alive.
-      bool meets_again = false;
-      for (int peer = 0; peer < size_; ++peer)
-        meets_again = meets_again || message_of(peer, operation).place.block != 0;
-      if (!meets_again) return true;
-      controls_[rank_]->done.store(operation.number + 1);
-      APEX_HOST_STEP("done");
-      event_->notify();
-    }
+    find_messages(operation);
+    APEX_HOST_STEP("messages mapped");
+    do_part(operation);
+    APEX_HOST_STEP("part done");
+    // A message outside the first block is mapped when it is first read, which requires that its
+    // owner is alive.
+    bool meets_again = operation.message.kind == Kind::kSumParts;
+    for (int peer = 0; peer < size_; ++peer)
+      meets_again = meets_again || message_of(peer, operation).place.block != 0;
+    if (!meets_again) return true;
+    controls_[rank_]->done.store(operation.number + 1);
+    APEX_HOST_STEP("done");
+    event_->notify();
     operation.phase = Phase::kDone;
   }
-  if (spin.count() > 0) {
-    spin = kSpinForParts;
-    if (operation.message.kind == Kind::kSumParts) sum_parts(operation, /*helps=*/true);
-  }
+  if (spin.count() > 0) spin = kSpinForParts;
   if (!all_have(&Control::done, operation, spin)) return false;
   APEX_HOST_STEP("all are done");
   take_result(operation);
@@ -120,11 +103,10 @@ HostPlace HostChannel::stage_message(Operation& operation) {
   staged = memory_->allocate(bytes, /*in_first=*/true);
   if (!staged) staged = memory_->allocate(bytes);
   operation.copied = true;
-  operation.message.keeps_part = by_parts;
   char* to = staged.get();
   if (by_parts) {
     const char* const data = data_of(operation.output);
-    const auto [begin, end] = part_of(rank_, static_cast<int64_t>(bytes));
+    const auto [begin, end] = own_part(static_cast<int64_t>(bytes));
     copy_bytes(to, data, static_cast<size_t>(begin));
     copy_bytes(to + end, data + end, bytes - static_cast<size_t>(end));
   } else {
@@ -204,7 +186,7 @@ void HostChannel::do_part(Operation& operation) {
   const int root = operation.message.root;
   switch (operation.message.kind) {
     case Kind::kSumParts:
-      sum_parts(operation, /*helps=*/false);
+      sum_part(operation);
       break;
     case Kind::kSumWhole:
     case Kind::kReduceScatter: {
@@ -230,37 +212,15 @@ void HostChannel::do_part(Operation& operation) {
   }
 }
 
-/// Sums this rank's part, and with `helps` small parts that no rank has claimed.
-void HostChannel::sum_parts(const Operation& operation, bool helps) const {
-  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
-  for (int i = 0; i < (helps ? size_ : 1); ++i) {
-    const int owner = (rank_ + i) % size_;
-    const auto [begin, end] = part_of(owner, bytes);
-    if (owner != rank_ && (end - begin > kHelpBytes || message_of(owner, operation).keeps_part))
-      continue;
-    Control& control = *controls_[static_cast<size_t>(owner)];
-    uint64_t before = control.claimed.load();
-    if (before >= claim_of(operation.number, 0) ||
-        !control.claimed.compare_exchange_strong(before, claim_of(operation.number, rank_)))
-      continue;
-    APEX_HOST_STEP("claimed");
-    sum_part(operation, begin, end);
-    APEX_HOST_STEP("summed");
-    control.done.store(operation.number + 1);
-    APEX_HOST_STEP("part done");
-    event_->notify();
-  }
-}
-
-/// Sums this byte range of all messages, and writes it to all of them.
-void HostChannel::sum_part(const Operation& operation, int64_t begin, int64_t end) const {
+/// Sums this rank's part of all messages, and writes it to all of them.
+void HostChannel::sum_part(const Operation& operation) const {
   const at::Tensor& tensor = operation.output;
-  std::vector<char*> at;
-  for (char* message : operation.messages) at.push_back(message + begin);
-  if (operation.copied && part_of(rank_, static_cast<int64_t>(tensor.nbytes())).first == begin)
-    at[static_cast<size_t>(rank_)] = data_of(tensor) + begin;
+  const auto [begin, end] = own_part(static_cast<int64_t>(tensor.nbytes()));
+  std::vector<char*> parts;
+  for (char* message : operation.messages) parts.push_back(message + begin);
+  parts[static_cast<size_t>(rank_)] = data_of(tensor) + begin;  // the copy lacks it
   combine(operation.message.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
-          {at.begin(), at.end()}, at);
+          {parts.begin(), parts.end()}, parts);
 }
 
 /// Of a broadcast.
@@ -282,17 +242,17 @@ void HostChannel::take_result(const Operation& operation) const {
   char* const data = data_of(operation.output);
   const char* const copy = operation.messages[static_cast<size_t>(rank_)];
   const auto bytes = static_cast<int64_t>(operation.output.nbytes());
-  const auto [begin, end] = part_of(rank_, bytes);
+  const auto [begin, end] = own_part(bytes);
   copy_bytes(data, copy, static_cast<size_t>(begin));
   copy_bytes(data + end, copy + end, static_cast<size_t>(bytes - end));
 }
 
-/// Byte range [begin, end) of a message that belongs to a rank, in whole cache lines.
-std::pair<int64_t, int64_t> HostChannel::part_of(int rank, int64_t bytes) const {
+/// Byte range [begin, end) of a message that this rank sums, in whole cache lines.
+std::pair<int64_t, int64_t> HostChannel::own_part(int64_t bytes) const {
   const auto line = static_cast<int64_t>(kCacheLine);
   const int64_t part = (bytes / size_ + line - 1) / line * line;
-  return {std::min(bytes, part * rank),
-          rank + 1 == size_ ? bytes : std::min(bytes, part * (rank + 1))};
+  return {std::min(bytes, part * rank_),
+          rank_ + 1 == size_ ? bytes : std::min(bytes, part * (rank_ + 1))};
 }
 
 // --- peers that have failed ---
@@ -303,10 +263,7 @@ std::vector<int> HostChannel::awaited(const Operation& operation) const {
   std::vector<int> ranks;
   for (int peer = 0; peer < size_; ++peer) {
     const Control& control = *controls_[static_cast<size_t>(peer)];
-    if ((met ? control.done : control.posted).load() > operation.number) continue;
-    const uint64_t claimed = control.claimed.load();
-    const bool by_other = met && claimed >= claim_of(operation.number, 0);
-    ranks.push_back(by_other ? static_cast<int>(claimed % kClaims) : peer);
+    if ((met ? control.done : control.posted).load() <= operation.number) ranks.push_back(peer);
   }
   return ranks;
 }

@@ -26,7 +26,6 @@ namespace apex::parallel {
 /// A rank's description of a collective. In shared memory.
 struct HostChannel::Message {
   Kind kind = Kind::kSumWhole;
-  bool keeps_part = false;  ///< the message lacks this rank's part, which only it can sum
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
   int32_t root = 0;   ///< of a broadcast
@@ -40,8 +39,6 @@ struct HostChannel::Message {
 struct HostChannel::Control {
   alignas(kCacheLine) std::atomic<uint64_t> posted{0};  ///< number of collectives posted
   alignas(kCacheLine) std::atomic<uint64_t> done{0};    ///< those whose messages it needs no more
-  /// The last collective in which its part was claimed, and by which rank: see claim_of().
-  alignas(kCacheLine) std::atomic<uint64_t> claimed{0};
   std::atomic<End> end{End::kNone};
   char why[256] = {};  ///< error message if the rank has failed; written before `end`
   alignas(kCacheLine) Message slots[2];
