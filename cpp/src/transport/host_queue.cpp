@@ -20,8 +20,8 @@ using std::chrono::milliseconds;
 
 /// Longest sleep, after which the ranks that are waited for are checked.
 constexpr milliseconds kNap{20};
-/// Pauses between a worker's looks, which double while other threads run the queue.
-constexpr milliseconds kShortPause{1}, kLongPause{4};
+/// Between two looks of a worker.
+constexpr milliseconds kPause{2};
 
 milliseconds until_time(HostQueue::Clock::time_point time) {
   return std::chrono::ceil<milliseconds>(time - HostQueue::Clock::now());
@@ -64,20 +64,20 @@ bool HostWork::wait_for(milliseconds slice) {
 }
 
 bool HostWork::wait(milliseconds timeout) {
-  using Clock = HostQueue::Clock;
-  const Clock::time_point end =
-      timeout == kNoTimeout
-          ? Clock::time_point::max()
-          : Clock::now() + std::min<milliseconds>(timeout, distributed::kLongestTimeout);
-  while (!wait_for(std::clamp(until_time(end), milliseconds(0), milliseconds(1000)))) {
-    if (Clock::now() >= end) throw Error("the collective has not completed in time");
-  }
+  const milliseconds longest = distributed::kLongestTimeout;
+  if (!wait_for(timeout == kNoTimeout ? longest : std::min(timeout, longest)))
+    throw Error("the collective has not completed in time");
   return true;
 }
 
-HostWork::FuturePtr HostWork::getFuture() {
-  queue_->add_future(*this);
-  return future_;
+HostWork::FuturePtr HostWork::getFuture() { return queue_->future_of(*this); }
+
+bool HostWork::advance(microseconds spin) {
+  if (!job_->advance(spin)) return false;
+  if (after_) after_();
+  after_ = nullptr;
+  job_.reset();
+  return true;
 }
 
 /// Runs the callbacks.
@@ -108,8 +108,8 @@ HostQueue::WorkPtr HostQueue::issue(HostCall call, std::shared_ptr<HostJob> job)
   const bool waits_at_once = call.waits_at_once;
   auto work = c10::make_intrusive<HostWork>(std::move(call), std::move(job), shared_from_this());
   Lock lock(mutex_);
-  if (!failure_.empty()) throw Error("an earlier collective of this group failed: " + failure_);
-  if (!waits_at_once) want_worker(/*at_once=*/false);
+  if (!failure_.empty()) std::rethrow_exception(failed_before());
+  if (!waits_at_once) want_worker();
   queue_.push_back(work);
   if (!running_) run(lock, microseconds(0));
   return work;
@@ -147,27 +147,22 @@ void HostQueue::turn(Lock& lock, microseconds spin, Clock::time_point until,
   }
   const uint64_t over = over_;
   run(lock, spin);
-  if (over_ != over || running_ || queue_.empty()) return;
-  WorkPtr first = queue_.front();
-  HostJob& job = *first->job_;
-  const Clock::time_point now = Clock::now(), end = first->issued_ + first->timeout_;
+  if (over_ != over || queue_.empty()) return;
+  const HostWork& first = *queue_.front();
+  const Clock::time_point now = Clock::now(), end = first.issued_ + first.timeout_;
   try {
     const bool long_ago = now - looked >= kNap;
     if (long_ago) looked = now;
-    job.check_ranks(/*processes=*/long_ago);
+    first.job_->check_ranks(/*processes=*/long_ago);
     if (now >= end) {
-      throw Error("timed out: waited for " + job.awaited() + " longer than the timeout of " +
-                  std::to_string(first->timeout_.count()) + " ms");
+      throw Error("timed out: waited for " + first.job_->awaited() +
+                  " longer than the timeout of " + std::to_string(first.timeout_.count()) + " ms");
     }
   } catch (...) {
     end_all(lock, std::current_exception());
-    lock.unlock();
-    first.reset();
-    lock.lock();
     return;
   }
-  auto sleep = job.sleeper();
-  first.reset();
+  auto sleep = first.job_->sleeper();
   lock.unlock();
   sleep(std::min(longest(), until_time(end)));
   sleep = nullptr;  // may hold the last reference to the channel, which closes the queue
@@ -177,31 +172,23 @@ void HostQueue::turn(Lock& lock, microseconds spin, Clock::time_point until,
 /// Runs jobs as far as possible without waiting longer than `spin`. Requires that no thread runs.
 void HostQueue::run(Lock& lock, microseconds spin) {
   running_ = true;
-  while (!queue_.empty() && failure_.empty()) {
+  for (bool complete = true; complete && !queue_.empty() && failure_.empty();) {
     WorkPtr first = queue_.front();
     lock.unlock();
-    bool complete = false;
     std::exception_ptr error;
     try {
-      complete = first->job_->advance(spin);
-      if (complete) {
-        if (first->after_) first->after_();
-        // Its tensors are released here, without the mutex: they may be Python's, and another
-        // thread may hold the GIL and wait for the mutex.
-        first->after_ = nullptr;
-        first->job_.reset();
-      }
+      complete = first->advance(spin);
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     if (error) {
       end_all(lock, error);
-    } else if (!complete) {
-      break;
-    } else if (failure_.empty()) {
+    } else if (complete && failure_.empty()) {
       queue_.pop_front();
-      settle(first, nullptr);
+      ++over_;
+      first->finish();
+      if (first->future_) wake_.notify_all();
     }
     lock.unlock();
     first.reset();
@@ -209,40 +196,36 @@ void HostQueue::run(Lock& lock, microseconds spin) {
   }
   running_ = false;
   if (!failure_.empty() && !queue_.empty()) end_all(lock, nullptr);
-  if (queue_.empty()) wanted_ = has_futures_ = false;
-  if (waiters_ > 0) changed_.notify_all();
-}
-
-/// Requires the mutex.
-void HostQueue::settle(const WorkPtr& work, const std::exception_ptr& error) {
-  ++over_;
-  work->finish(error);
-  if (!work->future_) return;
-  completed_.push_back(work);
-  want_worker(/*at_once=*/true);
+  changed_.notify_all();
 }
 
 /// Ends all works; `error` is that of the first one, null: an earlier failure's.
-void HostQueue::end_all(Lock& lock, const std::exception_ptr& error) {
+void HostQueue::end_all(Lock& lock, std::exception_ptr error) {
   if (failure_.empty()) {
     failure_ = message_of(error);
     tell_(failure_);
   }
-  const auto later =
-      std::make_exception_ptr(Error("an earlier collective of this group failed: " + failure_));
-  std::deque<WorkPtr> ended;  // released without the mutex: see run()
+  const std::exception_ptr later = failed_before();
+  std::deque<WorkPtr> ended;
   ended.swap(queue_);
-  for (const WorkPtr& work : ended) settle(work, work == ended.front() && error ? error : later);
-  changed_.notify_all();
-  const bool ran = std::exchange(running_, true);  // nobody else touches the jobs
+  running_ = true;
   lock.unlock();
   for (const WorkPtr& work : ended) {
     work->after_ = nullptr;
     work->job_.reset();
+    work->finish(error ? std::exchange(error, nullptr) : later);
   }
   ended.clear();
   lock.lock();
-  running_ = ran;
+  running_ = false;
+  ++over_;
+  changed_.notify_all();
+  wake_.notify_all();
+}
+
+/// The error of collectives after a failure. Requires the mutex.
+std::exception_ptr HostQueue::failed_before() const {
+  return std::make_exception_ptr(Error("an earlier collective of this group failed: " + failure_));
 }
 
 void HostQueue::fail(const std::string& why) noexcept {
@@ -269,26 +252,27 @@ void HostQueue::drain() {
 
 // --- the worker ---
 
-void HostQueue::add_future(HostWork& work) {
+HostWork::FuturePtr HostQueue::future_of(HostWork& work) {
   if (!is_own()) throw_forked();
   const Lock lock(mutex_);
-  if (work.future_) return;
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  const bool over = work.is_over();
-  if (!over) {
-    want_worker(/*at_once=*/true);
-    has_futures_ = true;
+  if (!work.future_) {
+    work.future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (work.is_over()) {
+      work.complete_future();  // it has no callbacks yet
+    } else {
+      futures_.push_back(WorkPtr::reclaim_copy(&work));
+      want_worker();
+      wake_.notify_all();
+    }
   }
-  work.future_ = std::move(future);
-  if (over) work.complete_future();  // it has no callbacks yet
+  return work.future_;
 }
 
 /// Requires the mutex.
-void HostQueue::want_worker(bool at_once) {
-  wanted_ = true;
+void HostQueue::want_worker() {
   if (in_callbacks_ < workers_.size()) {
-    if (at_once || !watched_ || parked_) wake_.notify_all();
+    if (parked_ > 0) wake_.notify_all();
     return;
   }
   try {
@@ -299,13 +283,17 @@ void HostQueue::want_worker(bool at_once) {
 }
 
 void HostQueue::serve() {
+  constexpr Clock::time_point kNever = Clock::time_point::max();
+  Clock::time_point looked = Clock::now();
   Lock lock(mutex_);
-  for (;;) {
-    if (!completed_.empty()) {
-      WorkPtr work = std::move(completed_.front());
-      completed_.pop_front();
+  for (uint64_t seen = over_ + 1;;) {
+    const auto over = std::find_if(futures_.begin(), futures_.end(),
+                                   [](const WorkPtr& work) { return work->is_over(); });
+    if (over != futures_.end()) {
+      WorkPtr work = std::move(*over);
+      futures_.erase(over);
       ++in_callbacks_;
-      if (!queue_.empty() || !completed_.empty()) want_worker(/*at_once=*/true);
+      if (!queue_.empty() || !futures_.empty()) want_worker();
       lock.unlock();
       work->complete_future();
       work.reset();
@@ -313,37 +301,18 @@ void HostQueue::serve() {
       --in_callbacks_;
     } else if (closed_) {
       return;
-    } else if (watched_) {
+    } else if (!futures_.empty()) {
+      turn(lock, spin_, kNever, looked);
+    } else if (queue_.empty()) {
+      ++parked_;
       wake_.wait(lock);
-    } else {
-      watched_ = true;
-      watch(lock);
-      watched_ = false;
-    }
-  }
-}
-
-/// Runs the queue while nobody else does, until there is a future to complete.
-void HostQueue::watch(Lock& lock) {
-  Clock::time_point looked = Clock::now();
-  milliseconds pause = kShortPause;
-  uint64_t seen = over_ + 1;
-  while (completed_.empty() && !closed_) {
-    const bool idle = !wanted_ || queue_.empty();
-    if (!idle && waiters_ == 0 && (has_futures_ || over_ == seen)) {
-      turn(lock, has_futures_ ? spin_ : microseconds(0), Clock::time_point::max(), looked);
+      --parked_;
+    } else if (waiters_ == 0 && over_ == seen) {
+      turn(lock, microseconds(0), kNever, looked);
       seen = over_;
-      pause = kShortPause;
-    } else if (!idle || pause <= kLongPause) {
-      seen = over_;
-      wake_.wait_for(lock, pause);
-      pause = std::min<milliseconds>(2 * pause, 2 * kLongPause);
     } else {
-      parked_ = true;
-      wake_.wait(lock);
-      parked_ = false;
-      seen = over_ + 1;
-      pause = kShortPause;
+      seen = over_;
+      wake_.wait_for(lock, kPause);
     }
   }
 }

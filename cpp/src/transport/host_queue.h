@@ -33,12 +33,13 @@ namespace apex::parallel {
 // without holding the queue. So a caller that waits at once does all work itself, and no thread is
 // woken.
 //
-// The worker is for collectives that nobody waits for: because the rank computes or waits in
+// The worker is for collectives that no thread waits for: because the rank computes or waits in
 // another group, because the work was dropped, or because the program waits for its future. It
-// starts with the first of these. While there are some, it looks at intervals instead of being
-// woken for each, and goes on with the queue if no other thread has since its last look. A future
-// is completed by a worker; while one runs callbacks, which may wait for other futures, another
-// worker is there.
+// starts with the first of these, and sleeps while the queue is empty. Otherwise it looks at
+// intervals, which is cheaper than to be woken for each collective, and runs the queue if no thread
+// waits and none has completed a collective since the last look. It runs the queue at once if a
+// future is awaited, and completes the future. While a worker runs callbacks, which may wait for
+// other futures, another worker takes its place.
 
 class HostQueue;
 
@@ -101,6 +102,7 @@ class HostWork final : public c10d::Work {
   friend class HostQueue;
 
   bool is_over() const;
+  bool advance(std::chrono::microseconds spin);
   void complete_future() noexcept;
 
   const std::shared_ptr<HostQueue> queue_;
@@ -146,37 +148,34 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
 
   void poll();
   bool wait_for(const HostWork& work, Clock::time_point until);
-  void add_future(HostWork& work);
+  HostWork::FuturePtr future_of(HostWork& work);
   void run(Lock& lock, std::chrono::microseconds spin);
   void turn(Lock& lock, std::chrono::microseconds spin, Clock::time_point until,
             Clock::time_point& looked);
-  void settle(const WorkPtr& work, const std::exception_ptr& error);
-  void end_all(Lock& lock, const std::exception_ptr& error);
-  void want_worker(bool at_once);
+  void end_all(Lock& lock, std::exception_ptr error);
+  std::exception_ptr failed_before() const;
+  void want_worker();
   void serve();
-  void watch(Lock& lock);
 
   const int64_t pid_ = this_pid();
   const std::chrono::milliseconds timeout_;
   const std::chrono::microseconds spin_;
   const std::function<void(const std::string&)> tell_;
 
-  std::mutex
-      mutex_;  ///< guards all below; not held while a thread runs a job, sleeps or calls back
+  /// Guards all below; not held while a thread runs a job, sleeps, calls back or releases tensors.
+  /// Their objects may be Python's, and a thread with the GIL may wait for the mutex.
+  std::mutex mutex_;
   std::condition_variable changed_;  ///< for threads that wait while another one runs
   std::condition_variable wake_;     ///< for workers
   std::deque<WorkPtr> queue_;
   std::string failure_;
-  bool running_ = false;           ///< a thread runs the first job
-  int waiters_ = 0;                ///< threads that wait and will run the queue
-  uint64_t over_ = 0;              ///< number of collectives that are over
-  bool wanted_ = false;            ///< the queue has collectives for the worker
-  bool has_futures_ = false;       ///< for which it must not wait until its next look
-  std::deque<WorkPtr> completed_;  ///< whose futures are to be completed
+  bool running_ = false;         ///< a thread runs or ends jobs
+  int waiters_ = 0;              ///< threads that wait, except workers
+  uint64_t over_ = 0;            ///< number of collectives that are over
+  std::deque<WorkPtr> futures_;  ///< whose futures are to be completed
   std::vector<std::thread> workers_;
   size_t in_callbacks_ = 0;  ///< number of workers
-  bool watched_ = false;     ///< a worker is in watch()
-  bool parked_ = false;      ///< and has to be woken
+  size_t parked_ = 0;        ///< number of workers that have to be woken
   bool closed_ = false;
 };
 
