@@ -166,7 +166,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
     HostLinks links = connect_host(attached ? *attached : *given, connects ? given : nullptr,
                                    request.store, request.timeout);
     BackendPtr gloo;
-    if (!links.channel) {  // the channel has every collective that a reducer uses
+    if (!links.channel || links.column) {  // else the channel has all that a reducer uses
       if (!connects) return HostBackendPtr();
       gloo = distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
       meet(*gloo);
@@ -194,7 +194,7 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   const BackendPtr on_cpu =
       detail::has_backend(group, at::kCPU) ? group.getBackend(at::kCPU) : nullptr;
   if (auto* const own = dynamic_cast<HostBackend*>(on_cpu.get())) {
-    if (!find_watched(group)) remember_processes(group, own->links().processes);
+    if (!find_watched(group)) remember_processes(group, own->processes());
     return HostBackendPtr::reclaim_copy(own);
   }
   const WatchedGroupPtr known = watched(group);

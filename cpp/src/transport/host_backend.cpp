@@ -56,29 +56,16 @@ void divide(const Tensors& tensors, int by) {
   for (const at::Tensor& tensor : tensors) tensor.div_(by);
 }
 
-/// A sum by Gloo that is divided on completion, on a thread of Gloo.
-class GlooAverage final : public c10d::Work {
- public:
-  static WorkPtr of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
-    auto average = c10::make_intrusive<GlooAverage>();
-    average->future_ = sum->getFuture()->then(
-        [tensors, ranks](c10::ivalue::Future& done) {
-          if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-          divide(tensors, ranks);
-          return c10::IValue(tensors);
-        },
-        c10::ListType::create(c10::TensorType::get()));
-    average->future_->addCallback([average](c10::ivalue::Future& done) {
-      average->finish(done.hasError() ? done.exception_ptr() : nullptr);
-    });
-    return average;
-  }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
+/// The average of `sum`, a sum by Gloo of `tensors`, which a thread of Gloo divides.
+WorkPtr average_of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
+  const auto average = [tensors, ranks](c10::ivalue::Future& done) {
+    if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+    divide(tensors, ranks);
+    return c10::IValue(tensors);
+  };
+  return c10d::Work::create_from_future(
+      sum->getFuture()->then(average, c10::ListType::create(c10::TensorType::get())));
+}
 
 /// Returns the only list in `lists`, which has a tensor for each rank.
 const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const char* what) {
@@ -95,30 +82,35 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
                          c10::intrusive_ptr<Backend> gloo, HostLinks links)
     : Backend(request.rank, request.size),
       options_(options_of(request)),
-      shares_memory_(links.channel != nullptr),
-      sums_by_host_(links.hierarchy != nullptr),
+      shares_memory_(links.channel && !links.column),
+      sums_by_host_(links.column),
+      processes_(std::move(links.processes)),
       gloo_(std::move(gloo)),
-      links_(std::move(links)) {}
+      channel_(std::move(links.channel)),
+      column_(std::move(links.column)) {}
 
 void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
     // Forked: the threads that Gloo would join do not exist.
     gloo_.release();
+    column_.release();
     return;
   }
-  HostLinks links;
-  c10::intrusive_ptr<Backend> gloo;
+  std::shared_ptr<HostChannel> channel;
+  c10::intrusive_ptr<Backend> gloo, column;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(links, links_);
+    channel.swap(channel_);
     gloo.swap(gloo_);
+    column.swap(column_);
   }
-  if (!gloo && !links.channel) return;  // it has ended before, or its hierarchy ends by itself
+  if (!gloo && !channel) return;  // it has ended before
   // What is in flight is completed first. See also Note [Where a group ends].
   end_elsewhere(
-      [gloo = std::move(gloo), channel = std::move(links.channel)]() mutable {
+      [gloo = std::move(gloo), column = std::move(column), channel = std::move(channel)]() mutable {
         if (channel) channel->drain();
         channel.reset();
+        column.reset();
         gloo.reset();
       },
       may_be_stuck);
@@ -131,13 +123,13 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
   return gloo_;
 }
 
-HostLinks HostBackend::links() const {
+std::shared_ptr<HostChannel> HostBackend::channel_or_null() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return links_;
+  return channel_;
 }
 
 std::shared_ptr<HostChannel> HostBackend::channel() const {
-  std::shared_ptr<HostChannel> channel = links().channel;
+  std::shared_ptr<HostChannel> channel = channel_or_null();
   if (!channel) throw Error("the process group was destroyed");
   return channel;
 }
@@ -159,9 +151,7 @@ void HostBackend::abort() {
 }
 
 void HostBackend::give_up(const std::string& why) noexcept {
-  const HostLinks links = this->links();
-  if (links.channel) links.channel->give_up(why);
-  if (links.hierarchy) links.hierarchy->host().give_up(why);
+  if (const auto channel = channel_or_null()) channel->give_up(why);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -184,23 +174,28 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c1
 }
 
 at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
-  const HostLinks links = this->links();
-  if (links.channel) return links.channel->allocate(size, options);
-  if (links.hierarchy) return links.hierarchy->host().allocate(size, options);
-  return at::zeros({size}, options);
+  const auto channel = channel_or_null();
+  return channel ? channel->allocate(size, options) : at::zeros({size}, options);
 }
 
 // --- issuing collectives ---
 
 bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
-  if (sums_by_host_) return HostHierarchy::can_all_reduce(tensor, op);
+  if (sums_by_host_) return can_sum_over_hosts(tensor, op);
   return shares_memory_ && HostChannel::can_all_reduce(tensor, op);
 }
 
 HostChannel::WorkPtr HostBackend::all_reduce(HostCall call, const at::Tensor& tensor, Op op) {
-  const HostLinks links = this->links();
-  if (links.hierarchy) return links.hierarchy->all_reduce(std::move(call), tensor, op);
-  return channel()->all_reduce(std::move(call), tensor, op);
+  const std::shared_ptr<HostChannel> channel = this->channel();
+  if (!sums_by_host_) return channel->all_reduce(std::move(call), tensor, op);
+  c10::intrusive_ptr<Backend> column;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    column = column_;
+  }
+  if (!column) throw Error("the process group was destroyed");
+  HostChannel::JobPtr job = sum_over_hosts(channel, std::move(column), call.what, tensor, op);
+  return channel->issue(std::move(call), std::move(job));
 }
 
 template <typename CallOptions>
@@ -242,7 +237,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   TORCH_CHECK_VALUE(asked != Op::AVG || tensor.is_floating_point() || tensor.is_complex(), kTitle,
                     ": there is no average of ", tensor.scalar_type());
   const auto can = [&](Op op) { return in_host_memory(tensors) && can_all_reduce(tensor, op); };
-  // Neither Gloo nor the hierarchy has AVG.
+  // Sums by Gloo have no AVG.
   const bool divides = asked == Op::AVG && !can(asked);
   const Op op = divides ? Op::SUM : asked;
   if (can(op)) {
@@ -253,7 +248,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   if (!divides) return gloo()->allreduce(tensors, options);
   c10d::AllreduceOptions sum = options;
   sum.reduceOp = Op::SUM;
-  return GlooAverage::of(gloo()->allreduce(tensors, sum), tensors, size_);
+  return average_of(gloo()->allreduce(tensors, sum), tensors, size_);
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {

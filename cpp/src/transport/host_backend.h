@@ -28,10 +28,11 @@ namespace apex::parallel {
 //
 // If all ranks of a group share memory, a HostChannel serves the collectives of data-parallel
 // training: all-reduce, broadcast, all-gather, reduce-scatter, barrier. If they are on several
-// hosts with the same number of ranks each, all-reduces run on a HostHierarchy. Gloo does the rest:
-// other collectives, point-to-point messages, coalesced collectives, sparse tensors, a monitored
-// barrier, and groups whose ranks share no memory. The choice depends only on arguments that are
-// the same on all ranks, so all ranks make the same choice. Tensors must be contiguous, as in NCCL.
+// hosts with the same number of ranks each, all-reduces are summed by host: see
+// Note [Sums over several hosts]. Gloo does the rest: other collectives, point-to-point messages,
+// coalesced collectives, sparse tensors, a monitored barrier, and groups whose ranks share no
+// memory. The choice depends only on arguments that are the same on all ranks, so all ranks make
+// the same choice. Tensors must be contiguous, as in NCCL.
 //
 // This package calls the channel itself, with a name of the collective for errors.
 
@@ -133,16 +134,16 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
 
   // Additions to c10d's interface, for this package.
 
-  /// Null links after the backend has ended.
-  HostLinks links() const;
+  /// Of the ranks; empty: unknown.
+  const std::vector<ProcessName>& processes() const { return processes_; }
   bool shares_memory() const { return shares_memory_; }
   bool sums_by_host() const { return sums_by_host_; }
   /// Whether all_reduce() takes such a CPU tensor.
   bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) const;
-  /// On the channel or the hierarchy. `what` names it in errors.
+  /// In shared memory, and over several hosts. `call` names it in errors.
   HostChannel::WorkPtr all_reduce(HostCall call, const at::Tensor& tensor,
                                   c10d::ReduceOp::RedOpType op);
-  /// The channel between ranks that share memory.
+  /// The channel between the ranks of this host.
   /// @throws Error after the backend has ended.
   std::shared_ptr<HostChannel> channel() const;
   /// A collective has failed elsewhere: abandons what is in flight in shared memory.
@@ -154,18 +155,21 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   template <typename CallOptions>
   HostCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
                  Tensors outputs);
+  std::shared_ptr<HostChannel> channel_or_null() const;
   bool in_memory(const Tensors& tensors) const;
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
   const bool shares_memory_, sums_by_host_;
+  const std::vector<ProcessName> processes_;
   std::atomic<uint64_t> issued_{0};
   /// As set by setTimeout().
   std::atomic<std::chrono::milliseconds> timeout_{c10d::kUnsetTimeout};
 
   mutable std::mutex mutex_;  ///< guards what follows, which end() drops while others issue
   c10::intrusive_ptr<Backend> gloo_;
-  HostLinks links_;
+  std::shared_ptr<HostChannel> channel_;
+  c10::intrusive_ptr<Backend> column_;
 };
 
 /// Creates a backend with its own Gloo backend; see connect_host().

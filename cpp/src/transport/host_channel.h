@@ -75,6 +75,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Whether the channel supports this all-reduce; the same on every rank for the same message.
   static bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
 
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
   /// Issue a collective. Tensors are contiguous, on the CPU, and must not change until it has
   /// completed. None of these functions waits for other ranks.
   /// @throws Error if the channel has failed before, or in a process forked since its construction.

@@ -8,7 +8,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "endings.h"
 #include "transport/host_step.h"
 
 namespace apex::parallel {
@@ -22,18 +21,16 @@ using Op = c10d::ReduceOp::RedOpType;
 /// directions of a connection cross.
 constexpr int64_t kNetworkSliceBytes = int64_t{4} << 20;
 
-/// See Note [Sums over several hosts].
 class HierarchyJob final : public HostJob {
  public:
-  HierarchyJob(std::shared_ptr<const HostLayout> layout, std::shared_ptr<HostChannel> host,
-               c10::intrusive_ptr<c10d::Backend> column, std::string what, at::Tensor flat, Op op)
-      : layout_(std::move(layout)),
-        host_(std::move(host)),
+  HierarchyJob(std::shared_ptr<HostChannel> host, c10::intrusive_ptr<c10d::Backend> column,
+               std::string what, const at::Tensor& flat, Op op)
+      : host_(std::move(host)),
         column_(std::move(column)),
         what_(std::move(what)),
-        flat_(std::move(flat)),
+        shares_(flat.tensor_split(host_->size())),
         op_(op),
-        in_memory_(host_->summing(what_, flat_, op_)) {}
+        in_memory_(host_->summing(what_, flat, op)) {}
 
   bool advance(std::chrono::microseconds spin) override {
     const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
@@ -42,7 +39,7 @@ class HierarchyJob final : public HostJob {
       APEX_HOST_STEP("host summed");
       in_memory_.reset();
       summed_ = true;
-      send();
+      send(shares_[static_cast<size_t>(host_->rank())]);
     }
     for (; !sums_.empty(); sums_.pop_front()) {
       if (!sums_.front()->isCompleted()) return false;
@@ -50,9 +47,7 @@ class HierarchyJob final : public HostJob {
     }
     if (!in_memory_) {
       APEX_HOST_STEP("hosts summed");
-      std::vector<at::Tensor> shares;
-      for (int place = 0; place < layout_->places(); ++place) shares.push_back(share_of(place));
-      in_memory_ = host_->gathering(what_, std::move(shares));
+      in_memory_ = host_->gathering(what_, std::move(shares_));
     }
     return in_memory_->advance(spin);
   }
@@ -77,13 +72,7 @@ class HierarchyJob final : public HostJob {
   }
 
  private:
-  at::Tensor share_of(int place) const {
-    const auto [begin, end] = equal_part(flat_.numel(), layout_->places(), place);
-    return flat_.narrow(0, begin, end - begin);
-  }
-
-  void send() {
-    const at::Tensor share = share_of(layout_->place);
+  void send(const at::Tensor& share) {
     if (share.numel() == 0) return;
     c10d::AllreduceOptions options;
     options.reduceOp = op_;
@@ -95,11 +84,10 @@ class HierarchyJob final : public HostJob {
     APEX_HOST_STEP("sent");
   }
 
-  const std::shared_ptr<const HostLayout> layout_;
   const std::shared_ptr<HostChannel> host_;
   const c10::intrusive_ptr<c10d::Backend> column_;
   const std::string what_;
-  const at::Tensor flat_;
+  std::vector<at::Tensor> shares_;  ///< by rank of the host
   const Op op_;
   HostChannel::JobPtr in_memory_;  ///< the first or the last collective; null in between
   bool summed_ = false;            ///< the first is complete
@@ -108,42 +96,17 @@ class HierarchyJob final : public HostJob {
 
 }  // namespace
 
-HostHierarchy::HostHierarchy(HostLayout layout, std::shared_ptr<HostChannel> host,
-                             c10::intrusive_ptr<c10d::Backend> column)
-    : layout_(std::make_shared<const HostLayout>(std::move(layout))),
-      host_(std::move(host)),
-      column_(std::move(column)) {}
-
-HostHierarchy::~HostHierarchy() {
-  if (!host_->is_own()) {
-    column_.release();  // forked: the threads that Gloo would join do not exist
-    return;
-  }
-  const bool failed = host_->has_failed();
-  end_elsewhere(
-      [host = std::move(host_), column = std::move(column_)]() mutable {
-        host->drain();
-        column.reset();
-      },
-      failed);
+bool can_sum_over_hosts(const at::Tensor& tensor, Op op) {
+  const bool by_gloo = op == Op::SUM || op == Op::PRODUCT || op == Op::MIN || op == Op::MAX;
+  return by_gloo && tensor.scalar_type() != at::kShort && HostChannel::can_all_reduce(tensor, op);
 }
 
-bool HostHierarchy::can_all_reduce(const at::Tensor& tensor, Op op) {
-  if (op == Op::AVG || !HostChannel::can_all_reduce(tensor, op)) return false;
-  switch (tensor.scalar_type()) {
-    case at::kShort:
-    case at::kBool:
-      return false;
-    default:
-      return op == Op::SUM || op == Op::PRODUCT || op == Op::MIN || op == Op::MAX;
-  }
-}
-
-HostChannel::WorkPtr HostHierarchy::all_reduce(HostCall call, const at::Tensor& tensor, Op op) {
+HostChannel::JobPtr sum_over_hosts(std::shared_ptr<HostChannel> host,
+                                   c10::intrusive_ptr<c10d::Backend> column,
+                                   const std::string& what, const at::Tensor& tensor, Op op) {
   const at::AutoDispatchBelowADInplaceOrView guard;  // no view tracking
   const at::Tensor flat = (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view({-1});
-  auto job = std::make_shared<HierarchyJob>(layout_, host_, column_, call.what, flat, op);
-  return host_->issue(std::move(call), std::move(job));
+  return std::make_shared<HierarchyJob>(std::move(host), std::move(column), what, flat, op);
 }
 
 }  // namespace apex::parallel

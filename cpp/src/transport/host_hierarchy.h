@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "transport/host_channel.h"
-#include "transport/host_layout.h"
 
 namespace apex::parallel {
 
@@ -24,32 +23,15 @@ namespace apex::parallel {
 // shares in shared memory. So one copy of a message travels for each host, instead of one for each
 // rank. All three are one job of the host's channel.
 
-/// All-reduces over several hosts; see Note [Sums over several hosts]. Thread safe.
-class HostHierarchy {
- public:
-  /// @param host    connects the ranks of this host.
-  /// @param column  connects the ranks of this position on all hosts.
-  HostHierarchy(HostLayout layout, std::shared_ptr<HostChannel> host,
-                c10::intrusive_ptr<c10d::Backend> column);
-  /// Issued collectives are completed on another thread, unless something has failed.
-  ~HostHierarchy();
-  HostHierarchy(const HostHierarchy&) = delete;
-  HostHierarchy& operator=(const HostHierarchy&) = delete;
+/// Whether sum_over_hosts() takes it: what both a HostChannel and Gloo take, without AVG.
+bool can_sum_over_hosts(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
 
-  /// Whether all_reduce() takes it: what both a HostChannel and Gloo take, without AVG.
-  static bool can_all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-
-  /// As HostChannel::all_reduce().
-  HostChannel::WorkPtr all_reduce(HostCall call, const at::Tensor& tensor,
-                                  c10d::ReduceOp::RedOpType op);
-
-  /// The channel between the ranks of this host.
-  HostChannel& host() const { return *host_; }
-
- private:
-  const std::shared_ptr<const HostLayout> layout_;
-  std::shared_ptr<HostChannel> host_;
-  c10::intrusive_ptr<c10d::Backend> column_;
-};
+/// The job of an all-reduce; see Note [Sums over several hosts].
+/// @param host    connects the ranks of this host.
+/// @param column  connects the ranks of this position on all hosts.
+HostChannel::JobPtr sum_over_hosts(std::shared_ptr<HostChannel> host,
+                                   c10::intrusive_ptr<c10d::Backend> column,
+                                   const std::string& what, const at::Tensor& tensor,
+                                   c10d::ReduceOp::RedOpType op);
 
 }  // namespace apex::parallel

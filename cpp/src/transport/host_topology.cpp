@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -147,60 +149,48 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
   return true;
 }
 
-/// Connects ranks on several hosts. `ranks` describes the memory of every rank.
-std::shared_ptr<HostHierarchy> connect_hosts(const HostLayout& layout, Offer offer,
-                                             const std::vector<Introduction>& ranks,
-                                             const BackendPtr& gloo, const StorePtr& store,
-                                             std::chrono::milliseconds timeout) {
-  auto peers = map_peers(gloo->getRank(), layout.hosts[static_cast<size_t>(layout.host)], ranks,
-                         offer.finding);
-  if (!all_are_fine(*gloo, offer.finding, "share memory")) return nullptr;
-  auto host = std::make_shared<HostChannel>(layout.place, std::move(offer.memory), std::move(peers),
-                                            timeout);
-  // The random number makes the key prefix unique in the store.
-  const std::string name = "apex/hosts/" + std::to_string(ranks.front().number) + "/" +
-                           std::to_string(layout.place) + "/";
-  BackendPtr column;
-  try {
-    column = distributed::make_gloo_backend_like(
-        gloo, c10::make_intrusive<c10d::PrefixStore>(name, store), layout.host,
-        static_cast<int>(layout.hosts.size()));
-  } catch (const std::exception& error) {
-    put(offer.finding.problem, error.what());
-  }
-  if (!all_are_fine(*gloo, offer.finding, "connect to its counterparts on other hosts"))
-    return nullptr;
-  return std::make_shared<HostHierarchy>(layout, std::move(host), std::move(column));
-}
-
 }  // namespace
 
 HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const StorePtr& store,
                        std::chrono::milliseconds timeout) {
   HostLinks links;
   Offer offer = make_offer();
-  if (backend.getSize() == 1) {
-    if (offer.memory && offer.finding.problem[0] == 0)
-      links.channel = std::make_shared<HostChannel>(0, std::move(offer.memory),
-                                                    std::vector<HostChannel::Peer>(1), timeout);
-    return links;
-  }
   const std::vector<Introduction> ranks = exchange(backend, offer.mine);
   links.processes = processes_of(ranks);
   if (any_declines(ranks)) return links;
-  std::vector<std::string> host_of;
-  for (const ProcessName& process : links.processes) host_of.push_back(process.host);
-  const HostLayout layout = lay_out(host_of, backend.getRank());
-  if (layout.hosts.size() > 1) {
-    if (gloo && layout.worthwhile() && layout.hosts.front().size() <= HostChannel::kMostRanks)
-      links.hierarchy = connect_hosts(layout, std::move(offer), ranks, gloo, store, timeout);
+  const int self = backend.getRank();
+  std::map<std::string, std::vector<int>> hosts;
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    hosts[links.processes[rank].host].push_back(static_cast<int>(rank));
+  const auto host = hosts.find(links.processes[static_cast<size_t>(self)].host);
+  const std::vector<int>& here = host->second;
+  const bool even = std::all_of(hosts.begin(), hosts.end(),
+                                [&](const auto& one) { return one.second.size() == here.size(); });
+  const bool several = hosts.size() > 1;
+  if (!even || here.size() > HostChannel::kMostRanks || (several && (!gloo || here.size() == 1)))
     return links;
+  auto peers = map_peers(self, here, ranks, offer.finding);
+  if (!all_are_fine(backend, offer.finding, "share memory")) return links;
+  const auto place = std::find(here.begin(), here.end(), self) - here.begin();
+  auto channel = std::make_shared<HostChannel>(static_cast<int>(place), std::move(offer.memory),
+                                               std::move(peers), timeout);
+  BackendPtr column;
+  if (several) {
+    // The random number makes the key prefix unique in the store.
+    const std::string name =
+        "apex/hosts/" + std::to_string(ranks.front().number) + "/" + std::to_string(place) + "/";
+    try {
+      column = distributed::make_gloo_backend_like(
+          gloo, c10::make_intrusive<c10d::PrefixStore>(name, store),
+          static_cast<int>(std::distance(hosts.begin(), host)), static_cast<int>(hosts.size()));
+    } catch (const std::exception& error) {
+      put(offer.finding.problem, error.what());
+    }
+    if (!all_are_fine(backend, offer.finding, "connect to its counterparts on other hosts"))
+      return links;
   }
-  if (ranks.size() > HostChannel::kMostRanks) return links;
-  auto peers = map_peers(backend.getRank(), layout.hosts.front(), ranks, offer.finding);
-  if (all_are_fine(backend, offer.finding, "share memory"))
-    links.channel = std::make_shared<HostChannel>(backend.getRank(), std::move(offer.memory),
-                                                  std::move(peers), timeout);
+  links.channel = std::move(channel);
+  links.column = std::move(column);
   return links;
 }
 

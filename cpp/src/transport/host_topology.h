@@ -11,7 +11,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "transport/host_channel.h"
-#include "transport/host_hierarchy.h"
 #include "watch/process_state.h"
 
 namespace apex::parallel {
@@ -29,18 +28,20 @@ namespace apex::parallel {
 // run the same test among themselves, and connect to the ranks of the same position on the other
 // hosts. If that fails anywhere, all ranks of all hosts use the process group.
 
-/// Direct links between the ranks of a backend; at most one is set.
+/// Direct links between the ranks of a backend.
 struct HostLinks {
-  std::shared_ptr<HostChannel> channel;  ///< set if all ranks are on one host
-  std::shared_ptr<HostHierarchy>
-      hierarchy;  ///< set if on several hosts with the same number of ranks, not one
+  std::shared_ptr<HostChannel> channel;  ///< between the ranks of this host; may be null
+  /// Between the ranks of this position on all hosts, if there are several; see
+  /// Note [Sums over several hosts].
+  c10::intrusive_ptr<c10d::Backend> column;
   std::vector<ProcessName> processes;  ///< of the ranks; empty: unknown
 };
 
 /// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if a
-/// rank has APEX_HOST_CHANNEL=0, if ranks are in one process, or if they cannot share memory. The
-/// result is the same on all ranks. Collective; blocks for at most the timeout.
-/// @param gloo   its options connect the hosts; null: no hierarchy is made.
+/// rank has APEX_HOST_CHANNEL=0, if ranks are in one process, if they cannot share memory, or if
+/// the hosts have one rank each or different numbers of ranks. The result is the same on all ranks.
+/// Collective; blocks for at most the timeout.
+/// @param gloo   its options connect the hosts; null: several hosts are not connected.
 /// @param store  no other code may use its keys below "apex/hosts/".
 /// @throws c10::Error; exceptions of the backend.
 HostLinks connect_host(c10d::Backend& backend, const c10::intrusive_ptr<c10d::Backend>& gloo,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -15,8 +16,6 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
-
-#include "transport/host_layout.h"
 
 namespace apex::testing {
 
@@ -62,14 +61,11 @@ inline at::Tensor combined(const std::vector<at::Tensor>& inputs, Op op) {
 
 /// The expected result: combines the ranks of each host, then the hosts.
 inline at::Tensor reference(const HostMessage& one, const Places& places) {
-  std::vector<std::string> names;
-  for (const int host : places) names.push_back(std::to_string(host));
+  std::map<int, std::vector<at::Tensor>> of_ranks;  // by host
+  for (size_t rank = 0; rank < places.size(); ++rank)
+    of_ranks[places[rank]].push_back(values(one, static_cast<int>(rank)));
   std::vector<at::Tensor> of_hosts;
-  for (const auto& host : parallel::lay_out(names, 0).hosts) {
-    std::vector<at::Tensor> of_ranks;
-    for (const int rank : host) of_ranks.push_back(values(one, rank));
-    of_hosts.push_back(combined(of_ranks, one.op));
-  }
+  for (const auto& [host, inputs] : of_ranks) of_hosts.push_back(combined(inputs, one.op));
   return combined(of_hosts, one.op);
 }
 

@@ -55,7 +55,7 @@ struct Rank {
   Places places;
   fs::path folder;  ///< of this run
   GroupPtr group;
-  std::shared_ptr<HostHierarchy> hierarchy;
+  c10::intrusive_ptr<HostBackend> hierarchy;  ///< null: it does not sum by host
 };
 
 void require(bool condition, const std::string& what) {
@@ -105,7 +105,8 @@ Rank connect(int rank, const Places& places, const fs::path& folder, millisecond
   const auto base = make_group(rank, static_cast<int>(places.size()),
                                c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options), timeout);
   Rank self{rank, places, folder, make_separate_group(base, "own"), nullptr};
-  self.hierarchy = host_backend_of(*self.group)->links().hierarchy;
+  const auto backend = host_backend_of(*self.group);
+  if (backend->sums_by_host()) self.hierarchy = backend;
   // The store's server asks the resolver for the name of each connection, which may take seconds.
   watched(*self.group)->board->post([](c10d::Store&) {}).wait();
   base->barrier()->wait();
@@ -194,7 +195,7 @@ void expect_done(const std::vector<Outcome>& outcomes) {
 at::Tensor message_of(Rank& self, const HostMessage& one) {
   const at::Tensor mine = values(one, self.rank);
   if (!one.in_shared || at::isComplexType(one.dtype)) return mine;
-  at::Tensor shared = self.hierarchy->host().allocate(one.numel, mine.options());
+  at::Tensor shared = self.hierarchy->allocateTensor(one.numel, mine.options());
   shared.copy_(mine);
   return shared;
 }
