@@ -53,12 +53,14 @@ at::Tensor real_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-void HostChannel::prepare(HostMemory& memory) {
+std::shared_ptr<HostMemory> HostChannel::make_memory(size_t bytes) {
   static_assert(std::is_trivially_copyable_v<Message>);
-  static_assert(sizeof(Control) % alignof(FutexEvent) == 0);
-  new (memory.first()) Control;
-  new (memory.first() + sizeof(Control)) FutexEvent;
-  memory.reserve(sizeof(Control) + kCacheLine);
+  static_assert(sizeof(Control) % alignof(FutexEvent) == 0 && kReservedAt % alignof(Control) == 0);
+  auto memory = HostMemory::create(bytes, sizeof(Control) + sizeof(FutexEvent));
+  char* const reserved = memory->data() + kReservedAt;
+  new (reserved) Control;
+  new (reserved + sizeof(Control)) FutexEvent;
+  return memory;
 }
 
 HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vector<Peer> peers,
@@ -70,9 +72,9 @@ HostChannel::HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vect
                              [this](const std::string& why) { tell_end(End::kFailed, why); })),
       peers_(std::move(peers)) {
   for (int peer = 0; peer < size_; ++peer) {
-    char* first = peer == rank_ ? memory_->first() : peers_[peer].memory->at(peers_[peer].first);
-    controls_.push_back(reinterpret_cast<Control*>(first));
-    if (peer == 0) event_ = reinterpret_cast<FutexEvent*>(first + sizeof(Control));
+    char* const reserved = memory_of(peer) + kReservedAt;
+    controls_.push_back(reinterpret_cast<Control*>(reserved));
+    if (peer == 0) event_ = reinterpret_cast<FutexEvent*>(reserved + sizeof(Control));
   }
 }
 

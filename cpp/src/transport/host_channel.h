@@ -50,17 +50,16 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
 
   struct Peer {
     std::shared_ptr<PeerMemory> memory;  ///< null for this rank
-    HostPlace first;                     ///< its first block
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
     int named = -1;                      ///< its rank in error messages; -1: the same as here
   };
 
-  /// Size of the first block of each rank's memory; few programs need a second block.
-  static constexpr size_t kFirstBytes = size_t{1} << 30;
+  /// Size of each rank's memory: more than a program needs.
+  static constexpr size_t kMemoryBytes = size_t{64} << 30;
   static constexpr int kMostRanks = 64;
 
-  /// Prepares `memory`, whose first block is untouched. Call it before peers can see the block.
-  static void prepare(HostMemory& memory);
+  /// Creates a rank's memory.
+  static std::shared_ptr<HostMemory> make_memory(size_t bytes = kMemoryBytes);
 
   /// @param peers  by rank.
   HostChannel(int rank, std::shared_ptr<HostMemory> memory, std::vector<Peer> peers,
@@ -131,21 +130,21 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   // Run them: host_channel_run.cpp. Called by one thread at a time.
   bool advance(Operation& operation, std::chrono::microseconds spin);
   void post(Operation& operation);
-  HostPlace stage_message(Operation& operation);
-  bool all_have(std::atomic<uint64_t> Control::* reached, Operation& operation,
-                std::chrono::microseconds spin) const;
+  uint64_t stage_message(Operation& operation);
+  bool all_have_come(Operation& operation, std::chrono::microseconds spin) const;
+  bool waits_for(int peer, const Operation& operation) const;
   void check_messages(const Operation& operation) const;
-  void find_messages(Operation& operation);
   void do_part(Operation& operation);
   void sum_part(const Operation& operation) const;
   void take_parts(const Operation& operation, const char* message) const;
   void take_result(const Operation& operation) const;
+  char* memory_of(int rank) const {
+    return rank == rank_ ? memory_->data() : peers_[static_cast<size_t>(rank)].memory->data();
+  }
   const Message& message_of(int rank, const Operation& operation) const;
   std::pair<int64_t, int64_t> own_part(int64_t bytes) const;
-  std::vector<int> awaited(const Operation& operation) const;
+  std::string awaited(const Operation& operation) const;
   void check_ranks(const Operation& operation, bool processes) const;
-  std::string ended_process() const;
-  std::string describe_ended(int peer) const;
   std::string name_of(int peer) const;
   void tell_end(End end, const std::string& why) noexcept;
 

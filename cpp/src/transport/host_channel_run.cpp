@@ -48,26 +48,19 @@ bool HostChannel::advance(Operation& operation, microseconds spin) {
     operation.phase = Phase::kPosted;
   }
   if (operation.phase == Phase::kPosted) {
-    if (!all_have(&Control::posted, operation, spin)) return false;
+    if (!all_have_come(operation, spin)) return false;
     APEX_HOST_STEP("all are here");
     check_messages(operation);
-    find_messages(operation);
-    APEX_HOST_STEP("messages mapped");
     do_part(operation);
     APEX_HOST_STEP("part done");
-    // A message outside the first block is mapped when it is first read, which requires that its
-    // owner is alive.
-    bool meets_again = operation.message.kind == Kind::kSumParts;
-    for (int peer = 0; peer < size_; ++peer)
-      meets_again = meets_again || message_of(peer, operation).place.block != 0;
-    if (!meets_again) return true;
+    if (operation.message.kind != Kind::kSumParts) return true;
     controls_[rank_]->done.store(operation.number + 1);
     APEX_HOST_STEP("done");
     event_->notify();
     operation.phase = Phase::kDone;
   }
   if (spin.count() > 0) spin = kSpinForParts;
-  if (!all_have(&Control::done, operation, spin)) return false;
+  if (!all_have_come(operation, spin)) return false;
   APEX_HOST_STEP("all are done");
   take_result(operation);
   staged_[operation.number % 2].reset();
@@ -76,8 +69,7 @@ bool HostChannel::advance(Operation& operation, microseconds spin) {
 
 void HostChannel::post(Operation& operation) {
   operation.number = next_++;
-  const HostPlace place = stage_message(operation);
-  operation.message.place = place;
+  operation.message.offset = stage_message(operation);
   APEX_HOST_STEP("message written");
   Control& mine = *controls_[rank_];
   mine.slots[operation.number % 2] = operation.message;
@@ -87,21 +79,19 @@ void HostChannel::post(Operation& operation) {
   event_->notify();
 }
 
-/// Puts the message where peers can read it. Prefers the first block, which all peers have mapped,
-/// so that it stays readable after this process has exited.
-HostPlace HostChannel::stage_message(Operation& operation) {
-  if (operation.sent.empty()) return {};
+/// Puts the message where peers can read it; returns its offset in this rank's memory.
+uint64_t HostChannel::stage_message(Operation& operation) {
+  if (operation.sent.empty()) return 0;
   const bool by_parts = operation.message.kind == Kind::kSumParts;
   size_t bytes = 0;
   for (const at::Tensor& part : operation.sent) bytes += part.nbytes();
   if (by_parts) {
-    const auto place = memory_->place_of(operation.output.const_data_ptr(), bytes);
-    if (place) return *place;
+    const auto offset = memory_->offset_of(operation.output.const_data_ptr(), bytes);
+    if (offset) return *offset;
   }
   std::shared_ptr<char>& staged = staged_[operation.number % 2];
   staged.reset();
-  staged = memory_->allocate(bytes, /*in_first=*/true);
-  if (!staged) staged = memory_->allocate(bytes);
+  staged = memory_->allocate(bytes);
   operation.copied = true;
   char* to = staged.get();
   if (by_parts) {
@@ -115,23 +105,28 @@ HostPlace HostChannel::stage_message(Operation& operation) {
       to += part.nbytes();
     }
   }
-  return *memory_->place_of(staged.get(), bytes);
+  return *memory_->offset_of(staged.get(), bytes);
 }
 
 /// Whether all ranks have reached this point of the collective.
-bool HostChannel::all_have(std::atomic<uint64_t> Control::* reached, Operation& operation,
-                           microseconds spin) const {
+bool HostChannel::all_have_come(Operation& operation, microseconds spin) const {
   const bool spins = spin.count() > 0;
   const Clock::time_point until = spins ? Clock::now() + spin : Clock::time_point();
   for (;;) {
     // Read the count first: a change after this point increments it.
     operation.seen = event_->count();
-    if (std::all_of(controls_.begin(), controls_.end(),
-                    [&](const Control* one) { return (one->*reached).load() > operation.number; }))
-      return true;
+    int peer = 0;
+    while (peer < size_ && !waits_for(peer, operation)) ++peer;
+    if (peer == size_) return true;
     if (!spins || Clock::now() >= until) return false;
     for (int i = 0; i < 32; ++i) relax();
   }
+}
+
+bool HostChannel::waits_for(int peer, const Operation& operation) const {
+  const Control& control = *controls_[static_cast<size_t>(peer)];
+  const bool met = operation.phase == Operation::Phase::kDone;
+  return (met ? control.done : control.posted).load() <= operation.number;
 }
 
 const HostChannel::Message& HostChannel::message_of(int rank, const Operation& operation) const {
@@ -160,27 +155,10 @@ void HostChannel::check_messages(const Operation& operation) const {
   }
 }
 
-void HostChannel::find_messages(Operation& operation) {
-  operation.messages.assign(static_cast<size_t>(size_), nullptr);
-  for (int peer = 0; peer < size_; ++peer) {
-    char*& message = operation.messages[static_cast<size_t>(peer)];
-    if (operation.message.kind == Kind::kBroadcast && peer != operation.message.root) continue;
-    if (peer == rank_) {
-      message = operation.copied ? staged_[operation.number % 2].get() : data_of(operation.output);
-      continue;
-    }
-    try {
-      message = peers_[peer].memory->at(message_of(peer, operation).place);
-    } catch (const std::exception& error) {
-      // Most likely because the owner of the memory has exited.
-      const std::string ended = ended_process();
-      throw Error(ended.empty() ? error.what() : ended);
-    }
-  }
-}
-
 /// Copies or sums what this rank needs, or its part.
 void HostChannel::do_part(Operation& operation) {
+  for (int peer = 0; peer < size_; ++peer)
+    operation.messages.push_back(memory_of(peer) + message_of(peer, operation).offset);
   const at::Tensor& output = operation.output;
   const std::vector<char*>& from = operation.messages;
   const int root = operation.message.root;
@@ -257,52 +235,29 @@ std::pair<int64_t, int64_t> HostChannel::own_part(int64_t bytes) const {
 
 // --- peers that have failed ---
 
-/// The ranks that `operation` waits for.
-std::vector<int> HostChannel::awaited(const Operation& operation) const {
-  const bool met = operation.phase == Operation::Phase::kDone;
-  std::vector<int> ranks;
+std::string HostChannel::awaited(const Operation& operation) const {
   for (int peer = 0; peer < size_; ++peer) {
-    const Control& control = *controls_[static_cast<size_t>(peer)];
-    if ((met ? control.done : control.posted).load() <= operation.number) ranks.push_back(peer);
+    if (waits_for(peer, operation)) return name_of(peer);
   }
-  return ranks;
+  return "a processor";
 }
 
 void HostChannel::check_ranks(const Operation& operation, bool processes) const {
-  for (const int peer : awaited(operation)) {
-    std::string end;
-    switch (controls_[peer]->end.load()) {
-      case End::kNone:
-        break;
-      case End::kFailed:
-        end = name_of(peer) + " reports: " + controls_[peer]->why;
-        break;
-      case End::kLeft:
-        end = name_of(peer) + " has left the group";
-        break;
-    }
-    const auto& process = peers_[peer].process;
-    if (end.empty() && processes && process && state_of(*process) == ProcessState::kEnded)
-      end = describe_ended(peer);
-    if (end.empty()) continue;
-    // It may have arrived just before it ended.
-    const std::vector<int> still = awaited(operation);
-    if (std::find(still.begin(), still.end(), peer) != still.end()) throw Error(end);
-  }
-}
-
-/// The first peer whose process has ended, in words, or "".
-std::string HostChannel::ended_process() const {
   for (int peer = 0; peer < size_; ++peer) {
+    if (!waits_for(peer, operation)) continue;
+    const Control& control = *controls_[peer];
     const auto& process = peers_[peer].process;
-    if (peer != rank_ && process && state_of(*process) == ProcessState::kEnded)
-      return describe_ended(peer);
+    std::string end;
+    if (control.end.load() == End::kFailed) {
+      end = " reports: " + std::string(control.why);
+    } else if (control.end.load() == End::kLeft) {
+      end = " has left the group";
+    } else if (processes && process && state_of(*process) == ProcessState::kEnded) {
+      end = " has ended (process " + std::to_string(process->pid) + ")";
+    }
+    // It may have arrived just before it ended.
+    if (!end.empty() && waits_for(peer, operation)) throw Error(name_of(peer) + end);
   }
-  return {};
-}
-
-std::string HostChannel::describe_ended(int peer) const {
-  return name_of(peer) + " has ended (process " + std::to_string(peers_[peer].process->pid) + ")";
 }
 
 std::string HostChannel::name_of(int peer) const {

@@ -9,108 +9,87 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <vector>
+#include <utility>
 
 namespace apex::parallel {
 
 // Note [Memory between processes]
 //
-// A block is an anonymous file (memfd_create) that its owner maps. Peers open it through
-// /proc/PID/fd and map it as well. It has no name and is not subject to the limit of a mount. It is
-// freed with the last process that maps it, however that process ends. The kernel refuses access to
-// processes that may not trace the owner, so other users have none. Its size is sealed: if the
-// owner could shrink the file, peers would fault.
+// The memory of a rank is one anonymous file (memfd_create) that its owner maps. Peers open it
+// through /proc/PID/fd when they connect and map it as well, so it stays readable after its owner
+// has exited. It has no name and is not subject to the limit of a mount. It is freed with the last
+// process that maps it, however that process ends. The kernel refuses access to processes that may
+// not trace the owner, so other users have none. Its size is sealed: if the owner could shrink the
+// file, peers would fault. A random number in it tells peers that they have opened the right file.
 //
-// Blocks are larger than requested, since untouched pages cost nothing, and live as long as the
-// HostMemory: freed memory is reused for the next bucket. Peers map a block on first use. They map
-// the first block in the handshake, so that it stays readable after its owner has exited.
+// It is far larger than requests, since untouched pages cost nothing. Freed memory is reused for
+// the next bucket.
 
-/// Location of data in a process, for its peers. Trivially copyable, since it is written into
-/// shared memory.
-struct HostPlace {
-  int32_t fd = -1;     ///< the owner's file descriptor of the block
-  uint32_t block = 0;  ///< index of the block in its owner
-  uint64_t bytes = 0;  ///< size of the block
-  uint64_t offset = 0;
+/// How peers open the memory of a rank. Trivially copyable.
+struct HostFile {
+  int32_t fd = -1;  ///< the owner's file descriptor
+  uint64_t bytes = 0;
+  uint64_t number = 0;  ///< the random number in it
 };
 
-/// The shared memory blocks of this process. Thread safe.
+/// Offset in a rank's memory of the bytes that HostMemory::create() reserves.
+constexpr size_t kReservedAt = 64;
+
+/// The shared memory of this rank. Thread safe.
 class HostMemory : public std::enable_shared_from_this<HostMemory> {
  public:
-  /// Creates a first block of `first_bytes`, zeroed.
+  /// Zeroed.
+  /// @param reserved  bytes at kReservedAt that allocate() does not use.
   /// @throws Error if the system refuses.
-  static std::shared_ptr<HostMemory> create(size_t first_bytes);
+  static std::shared_ptr<HostMemory> create(size_t bytes, size_t reserved);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  /// Start of the first block; allocate() returns nothing below `reserved`.
-  char* first() const { return first_; }
-  HostPlace first_place() const;
-  void reserve(size_t reserved);
+  HostFile file() const { return file_; }
+  char* data() const { return data_; }
 
   /// Allocates `bytes`, aligned to 64, not initialized; freed with the last pointer, which keeps
   /// this object alive.
-  /// @param in_first  only from the first block; null if that is full.
-  /// @throws Error if the system has no memory.
-  std::shared_ptr<char> allocate(size_t bytes, bool in_first = false);
+  /// @throws Error if it is full.
+  std::shared_ptr<char> allocate(size_t bytes) { return allocate(bytes, /*zeroed=*/false); }
   /// The same, zeroed. Memory that was never used is zero, and takes no pages until it is written.
-  std::shared_ptr<char> allocate_zeroed(size_t bytes);
+  std::shared_ptr<char> allocate_zeroed(size_t bytes) { return allocate(bytes, /*zeroed=*/true); }
 
-  /// Location of `data` for peers; nullopt if it is outside of this memory.
-  std::optional<HostPlace> place_of(const void* data, size_t bytes) const;
-
-  /// The same memory in this process, for ranks that are threads.
-  void* at(const HostPlace& place) const;
+  /// Offset of `bytes` bytes at `data`; nullopt if they are outside of this memory.
+  std::optional<uint64_t> offset_of(const void* data, size_t bytes) const;
 
  private:
-  struct Block {
-    int fd = -1;
-    char* data = nullptr;
-    size_t bytes = 0;
-    std::map<size_t, size_t> free;  ///< offset to length, merged
-    size_t used = 0;                ///< offsets from here on were never used
-  };
-  struct Taken {
-    char* data = nullptr;
-    size_t dirty = 0;  ///< leading bytes that may not be zero
-  };
-  HostMemory() = default;
-  void add_block(size_t bytes);
-  Taken take(Block& block, size_t bytes);
-  Taken take_anywhere(size_t bytes);
-  std::shared_ptr<char> owned(char* data, size_t bytes);
+  HostMemory(const HostFile& file, char* data) : file_(file), data_(data) {}
+  std::shared_ptr<char> allocate(size_t bytes, bool zeroed);
   void give_back(char* data, size_t bytes);
-  HostPlace place_in(size_t block, size_t offset) const;
 
-  char* first_ = nullptr;
-  mutable std::mutex mutex_;  ///< guards blocks_
-  std::vector<Block> blocks_;
+  const HostFile file_;
+  char* const data_;
+  std::mutex mutex_;               ///< guards what follows
+  std::map<size_t, size_t> free_;  ///< offset to length, merged
+  size_t used_ = 0;                ///< offsets from here on were never used
 };
 
-/// The mappings of a peer's blocks. Not thread safe.
+/// The memory of another rank.
 class PeerMemory {
  public:
-  /// Of another process.
-  explicit PeerMemory(int64_t pid) : pid_(pid) {}
-  /// For another rank in this process, which has the same addresses.
-  explicit PeerMemory(std::shared_ptr<HostMemory> same) : same_(std::move(same)) {}
+  /// Maps the memory of another process.
+  /// @throws Error if it cannot be opened, or is not what its owner describes.
+  PeerMemory(int64_t pid, const HostFile& file);
+  /// For another rank in this process.
+  explicit PeerMemory(std::shared_ptr<HostMemory> same)
+      : same_(std::move(same)), data_(same_->data()) {}
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  /// Address of `place` in this process; maps its block on first use.
-  /// @throws Error if the block cannot be opened or does not match the owner's description.
-  char* at(const HostPlace& place);
+  char* data() const { return data_; }
 
  private:
-  struct Mapping {
-    char* data = nullptr;
-    size_t bytes = 0;
-  };
-  int64_t pid_ = 0;
-  std::shared_ptr<HostMemory> same_;
-  std::map<uint32_t, Mapping> mapped_;
+  const std::shared_ptr<HostMemory> same_;
+  size_t bytes_ = 0;
+  char* data_ = nullptr;
 };
 
 }  // namespace apex::parallel

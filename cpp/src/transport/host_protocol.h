@@ -28,9 +28,9 @@ struct HostChannel::Message {
   Kind kind = Kind::kSumWhole;
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   at::ScalarType dtype = at::kByte;
-  int32_t root = 0;   ///< of a broadcast
-  int64_t numel = 0;  ///< must be the same on all ranks
-  HostPlace place;
+  int32_t root = 0;     ///< of a broadcast
+  int64_t numel = 0;    ///< must be the same on all ranks
+  uint64_t offset = 0;  ///< of the message in the rank's memory
   char what[168] = {};
 };
 
@@ -55,10 +55,7 @@ struct HostChannel::Operation final : HostJob {
     };
   }
   void check_ranks(bool processes) override { channel->check_ranks(*this, processes); }
-  std::string awaited() const override {
-    const std::vector<int> ranks = channel->awaited(*this);
-    return ranks.empty() ? "a processor" : channel->name_of(ranks.front());
-  }
+  std::string awaited() const override { return channel->awaited(*this); }
 
   std::shared_ptr<HostChannel> channel;
   std::string what;
@@ -73,7 +70,7 @@ struct HostChannel::Operation final : HostJob {
   Phase phase = Phase::kIssued;
   uint64_t number = 0;
   bool copied = false;          ///< its message is a copy; peers see no other memory of this rank
-  std::vector<char*> messages;  ///< by rank; null for messages that are not read
+  std::vector<char*> messages;  ///< by rank; in a broadcast only the root's is one
   uint32_t seen = 0;            ///< count of the event before the last look at the other ranks
 };
 

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -33,15 +32,11 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 struct Introduction {
   char process[192] = {};  ///< ProcessName, encoded
   bool declines = false;   ///< the channel
-  HostPlace first;
-  uint64_t number = 0;  ///< expected at kNumberAt in its memory
+  HostFile file;           ///< its memory
 };
 struct Finding {
   char problem[256] = {};  ///< empty: it can read all ranks' memory
 };
-
-/// Offset of the random number in a first block, behind all memory that the channel uses.
-constexpr size_t kNumberAt = HostChannel::kFirstBytes - sizeof(uint64_t);
 
 template <typename Text, size_t size>
 void put(Text (&field)[size], const std::string& text) {
@@ -80,12 +75,8 @@ Offer make_offer() {
   if (process) put(offer.mine.process, process->encode());
   if (offer.mine.declines) return offer;
   try {
-    offer.memory = HostMemory::create(HostChannel::kFirstBytes);
-    HostChannel::prepare(*offer.memory);
-    std::random_device random;
-    offer.mine.number = uint64_t{random()} << 32 | random();
-    std::memcpy(offer.memory->first() + kNumberAt, &offer.mine.number, sizeof(offer.mine.number));
-    offer.mine.first = offer.memory->first_place();
+    offer.memory = HostChannel::make_memory();
+    offer.mine.file = offer.memory->file();
   } catch (const std::exception& error) {
     put(offer.finding.problem, error.what());
   }
@@ -118,15 +109,12 @@ std::vector<HostChannel::Peer> map_peers(int self, const std::vector<int>& among
     const auto rank = static_cast<size_t>(among[i]);
     HostChannel::Peer& peer = peers[i];
     peer.process = ProcessName::decode(ranks[rank].process);
-    peer.first = ranks[rank].first;
     peer.named = among[i];
+    const HostFile& file = ranks[rank].file;
     // A rank without memory reports the reason itself.
-    if (among[i] == self || peer.first.fd < 0 || finding.problem[0] != 0) continue;
+    if (among[i] == self || file.fd < 0 || finding.problem[0] != 0) continue;
     try {
-      peer.memory = std::make_unique<PeerMemory>(peer.process->pid);
-      uint64_t number = 0;
-      std::memcpy(&number, peer.memory->at(peer.first) + kNumberAt, sizeof(number));
-      if (number != ranks[rank].number) throw Error("it does not belong to that rank's channel");
+      peer.memory = std::make_shared<PeerMemory>(peer.process->pid, file);
     } catch (const std::exception& error) {
       put(finding.problem, "memory of rank " + std::to_string(rank) + ": " + error.what());
     }
@@ -177,8 +165,8 @@ HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const Sto
   BackendPtr column;
   if (several) {
     // The random number makes the key prefix unique in the store.
-    const std::string name =
-        "apex/hosts/" + std::to_string(ranks.front().number) + "/" + std::to_string(place) + "/";
+    const std::string name = "apex/hosts/" + std::to_string(ranks.front().file.number) + "/" +
+                             std::to_string(place) + "/";
     try {
       column = distributed::make_gloo_backend_like(
           gloo, c10::make_intrusive<c10d::PrefixStore>(name, store),

@@ -26,15 +26,13 @@ inline Channels connect_channels(int ranks,
   using namespace parallel;
   std::vector<std::shared_ptr<HostMemory>> memories;
   for (int rank = 0; rank < ranks; ++rank) {
-    memories.push_back(HostMemory::create(HostChannel::kFirstBytes));
-    HostChannel::prepare(*memories.back());
+    memories.push_back(HostChannel::make_memory(size_t{1} << 30));
   }
   Channels channels;
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<HostChannel::Peer> peers(ranks);
     for (int peer = 0; peer < ranks; ++peer) {
-      peers[peer].first = memories[peer]->first_place();
-      if (peer != rank) peers[peer].memory = std::make_unique<PeerMemory>(memories[peer]);
+      if (peer != rank) peers[peer].memory = std::make_shared<PeerMemory>(memories[peer]);
     }
     channels.push_back(
         std::make_shared<HostChannel>(rank, memories[rank], std::move(peers), timeout));

@@ -502,7 +502,7 @@ TEST(HostChannel, WaitEndsAtItsOwnTime) {
 // --- memory ---
 
 TEST(HostMemory, FreedMemoryIsUsedAgain) {
-  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  const auto memory = HostMemory::create(size_t{1} << 30, 0);
   std::vector<std::shared_ptr<char>> held;
   for (int i = 0; i < 20; ++i) held.push_back(memory->allocate(size_t{3} << 20));
   char* const first = held.front().get();
@@ -511,17 +511,17 @@ TEST(HostMemory, FreedMemoryIsUsedAgain) {
 }
 
 TEST(HostMemory, Zeroed_IsZero_AndNewMemoryIsNotTakenBeforeItIsWritten) {
-  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  const auto memory = HostMemory::create(size_t{1} << 30, 0);
   const size_t bytes = size_t{30} << 20;
-  const auto taken = [&](const void* data) {
+  const auto taken = [&] {
     struct stat status{};
-    EXPECT_EQ(::fstat(memory->place_of(data, 1)->fd, &status), 0);
+    EXPECT_EQ(::fstat(memory->file().fd, &status), 0);
     return static_cast<size_t>(status.st_blocks) * 512;
   };
   for (const bool is_new : {true, false}) {
     const auto data = memory->allocate_zeroed(bytes);
     if (is_new) {
-      EXPECT_LT(taken(data.get()), bytes / 4);
+      EXPECT_LT(taken(), bytes / 4);
     }
     EXPECT_TRUE(std::all_of(data.get(), data.get() + bytes, [](char one) { return one == 0; }));
     std::memset(data.get(), 1, bytes);
@@ -531,17 +531,23 @@ TEST(HostMemory, Zeroed_IsZero_AndNewMemoryIsNotTakenBeforeItIsWritten) {
   EXPECT_TRUE(std::all_of(data.get(), data.get() + 2 * bytes, [](char one) { return one == 0; }));
 }
 
+TEST(HostMemory, Full_Throws) {
+  const auto memory = HostMemory::create(1, 0);
+  const auto most = memory->allocate((size_t{2} << 20) - 64);
+  EXPECT_THROW(memory->allocate(1), Error);
+}
+
 TEST(HostMemory, LargerThanTheLimitOfFiles_ThrowsBeforeASignalEndsTheProcess) {
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{1 << 20, before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  EXPECT_THROW(HostMemory::create(HostChannel::kFirstBytes), Error);
+  EXPECT_THROW(HostMemory::create(size_t{1} << 30, 0), Error);
   ::setrlimit(RLIMIT_FSIZE, &before);
 }
 
 TEST(HostMemory, PiecesDoNotOverlap) {
-  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
+  const auto memory = HostMemory::create(size_t{1} << 30, 0);
   std::mt19937_64 random(3);
   struct Piece {
     std::shared_ptr<char> data;
@@ -560,8 +566,7 @@ TEST(HostMemory, PiecesDoNotOverlap) {
     }
     Piece piece;
     piece.bytes = 1 + random() % (random() % 8 == 0 ? 3000000 : 3000);
-    piece.data = memory->allocate(piece.bytes, random() % 4 == 0);
-    if (!piece.data) continue;
+    piece.data = memory->allocate(piece.bytes);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(piece.data.get()) % 64, 0U);
     piece.mark = static_cast<char>(i);
     std::memset(piece.data.get(), piece.mark, piece.bytes);

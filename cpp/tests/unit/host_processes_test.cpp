@@ -33,7 +33,7 @@ using std::chrono::seconds;
 /// A rank's message to the others, through pipes.
 struct Introduction {
   char process[192] = {};
-  HostPlace first;
+  HostFile file;
 };
 
 void write_all(int fd, const void* data, size_t bytes) {
@@ -64,22 +64,19 @@ struct Link {
 
 std::shared_ptr<HostChannel> connect(int rank, int ranks, const Link& link,
                                      std::chrono::milliseconds timeout) {
-  auto memory = HostMemory::create(HostChannel::kFirstBytes);
-  HostChannel::prepare(*memory);
+  auto memory = HostChannel::make_memory();
   Introduction mine;
   const std::string name = this_process()->encode();
   std::memcpy(mine.process, name.data(), name.size());
-  mine.first = memory->first_place();
+  mine.file = memory->file();
   write_all(link.to_parent[1], &mine, sizeof(mine));
   std::vector<Introduction> all(static_cast<size_t>(ranks));
   read_all(link.from_parent[0], all.data(), sizeof(Introduction) * all.size());
   std::vector<HostChannel::Peer> peers(static_cast<size_t>(ranks));
   for (int peer = 0; peer < ranks; ++peer) {
     peers[peer].process = ProcessName::decode(all[peer].process);
-    peers[peer].first = all[peer].first;
-    if (peer == rank) continue;
-    peers[peer].memory = std::make_unique<PeerMemory>(peers[peer].process->pid);
-    peers[peer].memory->at(peers[peer].first);
+    if (peer != rank)
+      peers[peer].memory = std::make_shared<PeerMemory>(peers[peer].process->pid, all[peer].file);
   }
   char ready = 1;
   write_all(link.to_parent[1], &ready, 1);
@@ -290,11 +287,8 @@ INSTANTIATE_TEST_SUITE_P(RanksAndVictim, HostProcesses,
                          ::testing::Values(std::tuple(2, 0), std::tuple(2, 1), std::tuple(3, 1)));
 
 TEST(HostProcess, ForkedChildIsNoRank) {
-  const auto memory = HostMemory::create(HostChannel::kFirstBytes);
-  HostChannel::prepare(*memory);
-  std::vector<HostChannel::Peer> peers(1);
-  peers[0].first = memory->first_place();
-  const auto channel = std::make_shared<HostChannel>(0, memory, std::move(peers), seconds(5));
+  const auto channel = std::make_shared<HostChannel>(0, HostChannel::make_memory(),
+                                                     std::vector<HostChannel::Peer>(1), seconds(5));
   int said[2];
   ASSERT_EQ(::pipe(said), 0);
   const pid_t child = ::fork();
@@ -320,13 +314,15 @@ TEST(HostProcess, ForkedChildIsNoRank) {
 }
 
 TEST(HostProcess, MemoryThatIsNotThereIsAnError) {
-  PeerMemory peer(::getpid());
-  HostPlace place;
-  place.fd = 0;
-  place.bytes = 4096;
-  EXPECT_THROW(peer.at(place), Error);
-  place.fd = 12345;
-  EXPECT_THROW(peer.at(place), Error);
+  const auto memory = HostMemory::create(1, 0);
+  const HostFile right = memory->file();
+  PeerMemory(::getpid(), right);
+  std::vector<HostFile> wrong(4, right);
+  wrong[0].fd = 0;
+  wrong[1].fd = 12345;
+  ++wrong[2].number;
+  wrong[3].bytes *= 2;
+  for (const HostFile& file : wrong) EXPECT_THROW(PeerMemory(::getpid(), file), Error);
 }
 
 }  // namespace
