@@ -8,8 +8,6 @@
 #include <climits>
 #include <ctime>
 
-#include "transport/host_step.h"
-
 namespace apex::parallel {
 
 // No lost wakeup: either notify() sees the sleeper's count, or the kernel sees the new value of

@@ -7,6 +7,12 @@
 #include <chrono>
 #include <cstdint>
 
+// Named points of a protocol between processes of one host. Tests define the macro to kill or stop
+// a process at each of them.
+#ifndef APEX_HOST_STEP
+#define APEX_HOST_STEP(name) ((void)0)
+#endif
+
 namespace apex::parallel {
 
 /// Lives in shared memory. Call notify() after a change there. To wait for a change, read count(),

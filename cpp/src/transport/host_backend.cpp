@@ -50,21 +50,17 @@ const at::Tensor& only(const Tensors& tensors, const std::string& what) {
   return tensors.front();
 }
 
-void divide(const Tensors& tensors, int by) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const at::NoGradGuard no_grad;
-  for (const at::Tensor& tensor : tensors) tensor.div_(by);
-}
-
-/// The average of `sum`, a sum by Gloo of `tensors`, which a thread of Gloo divides.
+/// The average of `sum`, the sum of `tensors`; sums by Gloo have no average.
 WorkPtr average_of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
-  const auto average = [tensors, ranks](c10::ivalue::Future& done) {
+  const auto divide = [tensors, ranks](c10::ivalue::Future& done) {
     if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-    divide(tensors, ranks);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& tensor : tensors) tensor.div_(ranks);
     return c10::IValue(tensors);
   };
   return c10d::Work::create_from_future(
-      sum->getFuture()->then(average, c10::ListType::create(c10::TensorType::get())));
+      sum->getFuture()->then(divide, c10::ListType::create(c10::TensorType::get())));
 }
 
 /// Returns the only list in `lists`, which has a tensor for each rank.
@@ -85,51 +81,46 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
       shares_memory_(links.channel && !links.column),
       sums_by_host_(links.column),
       processes_(std::move(links.processes)),
-      gloo_(std::move(gloo)),
-      channel_(std::move(links.channel)),
-      column_(std::move(links.column)) {}
+      links_(std::move(links)) {
+  links_.gloo = std::move(gloo);
+}
 
 void HostBackend::end(bool may_be_stuck) {
   if (this_pid() != pid_) {
     // Forked: the threads that Gloo would join do not exist.
-    gloo_.release();
-    column_.release();
+    links_.gloo.release();
+    links_.column.release();
     return;
   }
-  std::shared_ptr<HostChannel> channel;
-  c10::intrusive_ptr<Backend> gloo, column;
+  HostLinks links;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    channel.swap(channel_);
-    gloo.swap(gloo_);
-    column.swap(column_);
+    std::swap(links, links_);
   }
-  if (!gloo && !channel) return;  // it has ended before
+  if (!links.gloo && !links.channel) return;  // it has ended before
   // What is in flight is completed first. See also Note [Where a group ends].
   end_elsewhere(
-      [gloo = std::move(gloo), column = std::move(column), channel = std::move(channel)]() mutable {
-        if (channel) channel->drain();
-        channel.reset();
-        column.reset();
-        gloo.reset();
+      [links = std::move(links)]() mutable {
+        if (links.channel) links.channel->drain();
+        links = HostLinks();
       },
       may_be_stuck);
 }
 
-c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
+HostLinks HostBackend::links() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!gloo_)
-    throw Error("the process group was destroyed, or has no connections but shared memory");
-  return gloo_;
+  return links_;
 }
 
-std::shared_ptr<HostChannel> HostBackend::channel_or_null() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return channel_;
+c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
+  c10::intrusive_ptr<Backend> gloo = links().gloo;
+  if (!gloo)
+    throw Error("the process group was destroyed, or has no connections but shared memory");
+  return gloo;
 }
 
 std::shared_ptr<HostChannel> HostBackend::channel() const {
-  std::shared_ptr<HostChannel> channel = channel_or_null();
+  std::shared_ptr<HostChannel> channel = links().channel;
   if (!channel) throw Error("the process group was destroyed");
   return channel;
 }
@@ -142,16 +133,11 @@ void HostBackend::setTimeout(milliseconds timeout) {
 
 void HostBackend::abort() {
   give_up("its group was aborted");
-  c10::intrusive_ptr<Backend> gloo;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    gloo = gloo_;
-  }
-  if (gloo) gloo->abort();
+  if (const auto gloo = links().gloo) gloo->abort();
 }
 
 void HostBackend::give_up(const std::string& why) noexcept {
-  if (const auto channel = channel_or_null()) channel->give_up(why);
+  if (const auto channel = links().channel) channel->give_up(why);
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -174,7 +160,7 @@ c10::intrusive_ptr<c10d::Backend> HostBackend::split(const c10::intrusive_ptr<c1
 }
 
 at::Tensor HostBackend::allocateTensor(long size, at::TensorOptions options) {
-  const auto channel = channel_or_null();
+  const auto channel = links().channel;
   return channel ? channel->allocate(size, options) : at::zeros({size}, options);
 }
 
@@ -186,16 +172,12 @@ bool HostBackend::can_all_reduce(const at::Tensor& tensor, Op op) const {
 }
 
 HostChannel::WorkPtr HostBackend::all_reduce(HostCall call, const at::Tensor& tensor, Op op) {
-  const std::shared_ptr<HostChannel> channel = this->channel();
-  if (!sums_by_host_) return channel->all_reduce(std::move(call), tensor, op);
-  c10::intrusive_ptr<Backend> column;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    column = column_;
-  }
-  if (!column) throw Error("the process group was destroyed");
-  HostChannel::JobPtr job = sum_over_hosts(channel, std::move(column), call.what, tensor, op);
-  return channel->issue(std::move(call), std::move(job));
+  HostLinks links = this->links();
+  if (!links.channel) throw Error("the process group was destroyed");
+  HostChannel::JobPtr job =
+      links.column ? sum_over_hosts(links.channel, std::move(links.column), call.what, tensor, op)
+                   : links.channel->summing(call.what, tensor, op);
+  return links.channel->issue(std::move(call), std::move(job));
 }
 
 template <typename CallOptions>
@@ -236,19 +218,14 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   const Op asked = options.reduceOp;
   TORCH_CHECK_VALUE(asked != Op::AVG || tensor.is_floating_point() || tensor.is_complex(), kTitle,
                     ": there is no average of ", tensor.scalar_type());
-  const auto can = [&](Op op) { return in_host_memory(tensors) && can_all_reduce(tensor, op); };
-  // Sums by Gloo have no AVG.
-  const bool divides = asked == Op::AVG && !can(asked);
-  const Op op = divides ? Op::SUM : asked;
-  if (can(op)) {
-    HostCall call = begin(c10d::OpType::ALLREDUCE, kTitle, options, tensors, tensors);
-    if (divides) call.after = [tensors, ranks = size_] { divide(tensors, ranks); };
-    return all_reduce(std::move(call), tensor, op);
+  if (in_host_memory(tensors) && can_all_reduce(tensor, asked)) {
+    return all_reduce(begin(c10d::OpType::ALLREDUCE, kTitle, options, tensors, tensors), tensor,
+                      asked);
   }
-  if (!divides) return gloo()->allreduce(tensors, options);
+  if (asked != Op::AVG) return gloo()->allreduce(tensors, options);
   c10d::AllreduceOptions sum = options;
   sum.reduceOp = Op::SUM;
-  return average_of(gloo()->allreduce(tensors, sum), tensors, size_);
+  return average_of(allreduce(tensors, sum), tensors, size_);
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -281,10 +258,6 @@ WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inpu
   if (!in_memory(outputs) || !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->reduce_scatter(outputs, inputs, options);
   const Tensors& list = only_list(inputs, size_, "apex:reduce_scatter");
-  const bool even = std::all_of(list.begin(), list.end(), [&](const at::Tensor& tensor) {
-    return tensor.numel() == list.front().numel();
-  });
-  if (!even) return gloo()->reduce_scatter(outputs, inputs, options);
   HostCall call =
       begin(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options, list, outputs);
   return channel()->reduce_scatter(std::move(call), output, list, options.reduceOp);
@@ -309,10 +282,9 @@ c10::intrusive_ptr<HostBackend> make_host_backend(const distributed::BackendRequ
 
 namespace apex::distributed {
 
-using std::chrono::milliseconds;
-
-void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, milliseconds timeout,
-                      const std::string& name, const std::vector<uint64_t>& global_ranks) {
+void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                      std::chrono::milliseconds timeout, const std::string& name,
+                      const std::vector<uint64_t>& global_ranks) {
   if (!group || !group->getStore())
     throw InvalidArgument("add_host_backend(): the group is null or has no store");
   if (timeout.count() <= 0) {
@@ -323,7 +295,7 @@ void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, milli
   request.store = group->getStore();
   request.rank = group->getRank();
   request.size = group->getSize();
-  request.timeout = std::min<milliseconds>(timeout, kLongestTimeout);
+  request.timeout = std::min<std::chrono::milliseconds>(timeout, kLongestTimeout);
   request.group_name = name;
   request.global_ranks = global_ranks;
   c10::intrusive_ptr<c10d::Backend> backend;

@@ -155,7 +155,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   template <typename CallOptions>
   HostCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
                  Tensors outputs);
-  std::shared_ptr<HostChannel> channel_or_null() const;
+  HostLinks links() const;
   bool in_memory(const Tensors& tensors) const;
 
   const int64_t pid_ = this_pid();
@@ -167,9 +167,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   std::atomic<std::chrono::milliseconds> timeout_{c10d::kUnsetTimeout};
 
   mutable std::mutex mutex_;  ///< guards what follows, which end() drops while others issue
-  c10::intrusive_ptr<Backend> gloo_;
-  std::shared_ptr<HostChannel> channel_;
-  c10::intrusive_ptr<Backend> column_;
+  HostLinks links_;
 };
 
 /// Creates a backend with its own Gloo backend; see connect_host().

@@ -51,7 +51,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   struct Peer {
     std::shared_ptr<PeerMemory> memory;  ///< null for this rank
     std::optional<ProcessName> process;  ///< empty for ranks that are threads
-    int named = -1;                      ///< its rank in error messages; -1: the same as here
+    int named = 0;                       ///< its rank in error messages
   };
 
   /// Size of each rank's memory: more than a program needs.
@@ -98,13 +98,11 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   }
   /// The job of all_reduce().
   JobPtr summing(const std::string& what, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-  /// The job that gives each rank the parts of all, which may differ in size.
-  JobPtr gathering(const std::string& what, std::vector<at::Tensor> parts);
+  /// The job of all_gather(). Parts may differ in size.
+  JobPtr gathering(const std::string& what, std::vector<at::Tensor> parts, const at::Tensor& own);
 
   /// Notifies waiting peers that this rank cannot continue, for a reason outside the channel.
   void give_up(const std::string& why) noexcept { queue_->fail(why); }
-  bool has_failed() { return queue_->has_failed(); }
-  bool is_own() const { return queue_->is_own(); }
   /// Waits until all collectives that have been issued are over.
   void drain() { queue_->drain(); }
 
@@ -120,14 +118,14 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   enum class End : uint32_t { kNone, kFailed, kLeft };
   using OperationPtr = std::shared_ptr<Operation>;
 
-  // Describe collectives: host_channel.cpp.
+  // Describe collectives.
   OperationPtr describe(const std::string& what, Kind kind, const at::Tensor& each);
   OperationPtr describe_reduction(const std::string& what, Kind kind, const at::Tensor& received,
                                   std::vector<at::Tensor> sent, c10d::ReduceOp::RedOpType op);
   void require_shares(const std::string& what, const std::vector<at::Tensor>& of,
                       const at::Tensor& each) const;
 
-  // Run them: host_channel_run.cpp. Called by one thread at a time.
+  // Run them. Called by one thread at a time.
   bool advance(Operation& operation, std::chrono::microseconds spin);
   void post(Operation& operation);
   uint64_t stage_message(Operation& operation);
@@ -145,7 +143,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   std::pair<int64_t, int64_t> own_part(int64_t bytes) const;
   std::string awaited(const Operation& operation) const;
   void check_ranks(const Operation& operation, bool processes) const;
-  std::string name_of(int peer) const;
+  std::string name_of(int peer) const { return "rank " + std::to_string(peers_[peer].named); }
   void tell_end(End end, const std::string& why) noexcept;
 
   const int rank_;

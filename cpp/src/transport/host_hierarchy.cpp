@@ -8,7 +8,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "transport/host_step.h"
+#include "transport/futex_event.h"
 
 namespace apex::parallel {
 
@@ -47,7 +47,8 @@ class HierarchyJob final : public HostJob {
     }
     if (!in_memory_) {
       APEX_HOST_STEP("hosts summed");
-      in_memory_ = host_->gathering(what_, std::move(shares_));
+      const at::Tensor own = shares_[static_cast<size_t>(host_->rank())];
+      in_memory_ = host_->gathering(what_, std::move(shares_), own);
     }
     return in_memory_->advance(spin);
   }

@@ -39,22 +39,11 @@ HostWork::HostWork(HostCall call, std::shared_ptr<HostJob> job, std::shared_ptr<
           distributed::kLongestTimeout)),
       number_(call.number),
       outputs_(std::move(call.outputs)),
-      after_(std::move(call.after)),
       job_(std::move(job)) {}
-
-bool HostWork::is_over() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_;
-}
 
 bool HostWork::isCompleted() {
   if (!is_over() && queue_->is_own()) queue_->poll();
   return is_over();
-}
-
-bool HostWork::isSuccess() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ && !exception_;
 }
 
 bool HostWork::wait_for(milliseconds slice) {
@@ -71,14 +60,6 @@ bool HostWork::wait(milliseconds timeout) {
 }
 
 HostWork::FuturePtr HostWork::getFuture() { return queue_->future_of(*this); }
-
-bool HostWork::advance(microseconds spin) {
-  if (!job_->advance(spin)) return false;
-  if (after_) after_();
-  after_ = nullptr;
-  job_.reset();
-  return true;
-}
 
 /// Runs the callbacks.
 void HostWork::complete_future() noexcept {
@@ -120,15 +101,15 @@ void HostQueue::poll() {
   if (!running_) run(lock, microseconds(0));
 }
 
-bool HostQueue::wait_for(const HostWork& work, Clock::time_point until) {
+bool HostQueue::wait_for(HostWork& work, Clock::time_point until) {
   if (!is_own()) throw_forked();
-  Clock::time_point now = Clock::now(), looked = now;
+  Clock::time_point now = Clock::now();
   const Clock::time_point spin_until = now + spin_;
   Lock lock(mutex_);
-  ++waiters_;
+  if (waiters_++ == 0) looked_ = now;
   while (!work.is_over()) {
     const auto left = std::chrono::duration_cast<microseconds>(spin_until - now);
-    turn(lock, spin_.count() > 0 ? std::max(left, microseconds(1)) : spin_, until, looked);
+    turn(lock, spin_.count() > 0 ? std::max(left, microseconds(1)) : spin_, until);
     now = Clock::now();
     if (now >= until) break;
   }
@@ -137,9 +118,7 @@ bool HostQueue::wait_for(const HostWork& work, Clock::time_point until) {
 }
 
 /// Runs jobs, or waits until there may be more to run.
-/// @param looked  when this thread last looked at the processes of other ranks.
-void HostQueue::turn(Lock& lock, microseconds spin, Clock::time_point until,
-                     Clock::time_point& looked) {
+void HostQueue::turn(Lock& lock, microseconds spin, Clock::time_point until) {
   const auto longest = [&] { return std::clamp(until_time(until), milliseconds(0), kNap); };
   if (running_) {
     changed_.wait_for(lock, longest());
@@ -151,8 +130,8 @@ void HostQueue::turn(Lock& lock, microseconds spin, Clock::time_point until,
   const HostWork& first = *queue_.front();
   const Clock::time_point now = Clock::now(), end = first.issued_ + first.timeout_;
   try {
-    const bool long_ago = now - looked >= kNap;
-    if (long_ago) looked = now;
+    const bool long_ago = now - looked_ >= kNap;
+    if (long_ago) looked_ = now;
     first.job_->check_ranks(/*processes=*/long_ago);
     if (now >= end) {
       throw Error("timed out: waited for " + first.job_->awaited() +
@@ -177,7 +156,8 @@ void HostQueue::run(Lock& lock, microseconds spin) {
     lock.unlock();
     std::exception_ptr error;
     try {
-      complete = first->advance(spin);
+      complete = first->job_->advance(spin);
+      if (complete) first->job_.reset();
     } catch (...) {
       error = std::current_exception();
     }
@@ -211,7 +191,6 @@ void HostQueue::end_all(Lock& lock, std::exception_ptr error) {
   running_ = true;
   lock.unlock();
   for (const WorkPtr& work : ended) {
-    work->after_ = nullptr;
     work->job_.reset();
     work->finish(error ? std::exchange(error, nullptr) : later);
   }
@@ -237,16 +216,10 @@ void HostQueue::fail(const std::string& why) noexcept {
   if (!running_) end_all(lock, nullptr);  // else the thread that runs does so
 }
 
-bool HostQueue::has_failed() {
-  const Lock lock(mutex_);
-  return !failure_.empty();
-}
-
 void HostQueue::drain() {
-  Clock::time_point looked = Clock::now();
   Lock lock(mutex_);
   ++waiters_;
-  while (!queue_.empty()) turn(lock, microseconds(0), Clock::time_point::max(), looked);
+  while (!queue_.empty()) turn(lock, microseconds(0), Clock::time_point::max());
   --waiters_;
 }
 
@@ -284,7 +257,6 @@ void HostQueue::want_worker() {
 
 void HostQueue::serve() {
   constexpr Clock::time_point kNever = Clock::time_point::max();
-  Clock::time_point looked = Clock::now();
   Lock lock(mutex_);
   for (uint64_t seen = over_ + 1;;) {
     const auto over = std::find_if(futures_.begin(), futures_.end(),
@@ -302,13 +274,13 @@ void HostQueue::serve() {
     } else if (closed_) {
       return;
     } else if (!futures_.empty()) {
-      turn(lock, spin_, kNever, looked);
+      turn(lock, spin_, kNever);
     } else if (queue_.empty()) {
       ++parked_;
       wake_.wait(lock);
       --parked_;
     } else if (waiters_ == 0 && over_ == seen) {
-      turn(lock, microseconds(0), kNever, looked);
+      turn(lock, microseconds(0), kNever);
       seen = over_;
     } else {
       seen = over_;
@@ -317,24 +289,26 @@ void HostQueue::serve() {
   }
 }
 
-void HostQueue::close() {
-  if (!is_own()) return;
-  bool busy = false;
+bool HostQueue::close() {
+  bool busy = false, failed = false;
   const auto workers = std::make_shared<std::vector<std::thread>>();
   {
     const Lock lock(mutex_);
     closed_ = true;
     busy = in_callbacks_ > 0;
+    failed = !failure_.empty();
     workers->swap(workers_);
   }
   wake_.notify_all();
-  if (workers->empty()) return;
-  // Elsewhere, since this may be a worker, or a thread that a callback waits for.
-  end_elsewhere(
-      [workers] {
-        for (std::thread& worker : *workers) worker.join();
-      },
-      /*may_be_stuck=*/busy);
+  if (!workers->empty()) {
+    // Elsewhere, since this may be a worker, or a thread that a callback waits for.
+    end_elsewhere(
+        [workers] {
+          for (std::thread& worker : *workers) worker.join();
+        },
+        /*may_be_stuck=*/busy);
+  }
+  return !failed;
 }
 
 }  // namespace apex::parallel

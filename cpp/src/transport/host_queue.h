@@ -69,7 +69,6 @@ struct HostCall {
   std::string what;            ///< names it in errors
   bool waits_at_once = false;  ///< the caller's next step is to wait for it
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;  ///< unset: the channel's
-  std::function<void()> after = {};  ///< called when the collective is complete, before the Work is
   // Of a Work that the program sees:
   c10d::OpType type = c10d::OpType::UNKNOWN;
   const char* profiled_as = nullptr;
@@ -86,7 +85,6 @@ class HostWork final : public c10d::Work {
 
   /// Does not block, but may do this rank's part.
   bool isCompleted() override;
-  bool isSuccess() const override;
   /// Blocks for at most `slice`; returns whether it has completed. (c10d's wait(timeout) throws at
   /// the end of a slice, which costs more than the slice.)
   /// @throws Error if a peer has exited, has reported a failure, or is in another collective, or on
@@ -101,8 +99,7 @@ class HostWork final : public c10d::Work {
  private:
   friend class HostQueue;
 
-  bool is_over() const;
-  bool advance(std::chrono::microseconds spin);
+  bool is_over() { return Work::isCompleted(); }
   void complete_future() noexcept;
 
   const std::shared_ptr<HostQueue> queue_;
@@ -110,7 +107,6 @@ class HostWork final : public c10d::Work {
   const std::chrono::steady_clock::time_point issued_ = std::chrono::steady_clock::now();
   const uint64_t number_;
   const std::vector<at::Tensor> outputs_;
-  std::function<void()> after_;
   std::shared_ptr<HostJob> job_;  ///< null once it is over
   FuturePtr future_;              ///< guarded by the queue
 };
@@ -131,11 +127,10 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   WorkPtr issue(HostCall call, std::shared_ptr<HostJob> job);
   /// Ends all collectives with an error.
   void fail(const std::string& why) noexcept;
-  bool has_failed();
   /// Waits until all collectives are over.
   void drain();
-  /// The workers end when they have completed all futures.
-  void close();
+  /// The workers end when they have completed all futures. Returns whether none has failed.
+  bool close();
   bool is_own() const { return this_pid() == pid_; }
 
  private:
@@ -147,11 +142,10 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
       : timeout_(timeout), spin_(spin), tell_(std::move(tell)) {}
 
   void poll();
-  bool wait_for(const HostWork& work, Clock::time_point until);
+  bool wait_for(HostWork& work, Clock::time_point until);
   HostWork::FuturePtr future_of(HostWork& work);
   void run(Lock& lock, std::chrono::microseconds spin);
-  void turn(Lock& lock, std::chrono::microseconds spin, Clock::time_point until,
-            Clock::time_point& looked);
+  void turn(Lock& lock, std::chrono::microseconds spin, Clock::time_point until);
   void end_all(Lock& lock, std::exception_ptr error);
   std::exception_ptr failed_before() const;
   void want_worker();
@@ -172,6 +166,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   bool running_ = false;         ///< a thread runs or ends jobs
   int waiters_ = 0;              ///< threads that wait, except workers
   uint64_t over_ = 0;            ///< number of collectives that are over
+  Clock::time_point looked_;     ///< when a waiting thread looked at the processes of other ranks
   std::deque<WorkPtr> futures_;  ///< whose futures are to be completed
   std::vector<std::thread> workers_;
   size_t in_callbacks_ = 0;  ///< number of workers

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -96,37 +97,16 @@ void combine_as(int64_t numel, const std::vector<const char*>& from, const std::
 template <Op op>
 void combine_op(at::ScalarType dtype, int64_t numel, const std::vector<const char*>& from,
                 const std::vector<char*>& to) {
-  if constexpr (!is_bitwise(op)) {
-    switch (dtype) {
-      case at::kFloat:
-        return combine_as<op, float>(numel, from, to);
-      case at::kDouble:
-        return combine_as<op, double>(numel, from, to);
-      case at::kHalf:
-        return combine_as<op, c10::Half>(numel, from, to);
-      case at::kBFloat16:
-        return combine_as<op, c10::BFloat16>(numel, from, to);
-      default:
-        break;
-    }
+  const auto run = [&](auto zero) { combine_as<op, decltype(zero)>(numel, from, to); };
+  if constexpr (op == Op::AVG) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "combine",
+                                    [&] { run(scalar_t()); });
+  } else if constexpr (is_bitwise(op)) {
+    AT_DISPATCH_INTEGRAL_TYPES(dtype, "combine", [&] { run(scalar_t()); });
+  } else {
+    AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "combine",
+                               [&] { run(scalar_t()); });
   }
-  if constexpr (op != Op::AVG) {
-    switch (dtype) {
-      case at::kLong:
-        return combine_as<op, int64_t>(numel, from, to);
-      case at::kInt:
-        return combine_as<op, int32_t>(numel, from, to);
-      case at::kShort:
-        return combine_as<op, int16_t>(numel, from, to);
-      case at::kChar:
-        return combine_as<op, int8_t>(numel, from, to);
-      case at::kByte:
-        return combine_as<op, uint8_t>(numel, from, to);
-      default:
-        break;
-    }
-  }
-  throw Error("combine(): this dtype is not supported");
 }
 
 }  // namespace

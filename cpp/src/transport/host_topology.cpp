@@ -56,31 +56,21 @@ std::vector<Record> exchange(c10d::Backend& backend, const Record& mine) {
   return records;
 }
 
-bool is_switched_off() {
-  const char* value = std::getenv("APEX_HOST_CHANNEL");
-  return value != nullptr && std::strcmp(value, "0") == 0;
-}
-
-/// A rank's memory for one channel, and its description.
-struct Offer {
-  Introduction mine;
-  Finding finding;
-  std::shared_ptr<HostMemory> memory;
-};
-
-Offer make_offer() {
-  Offer offer;
+/// The memory of this rank for a channel; null if `mine` declines, or `finding` has the problem.
+std::shared_ptr<HostMemory> make_memory(Introduction& mine, Finding& finding) {
   const auto process = this_process();
-  offer.mine.declines = is_switched_off() || !process;
-  if (process) put(offer.mine.process, process->encode());
-  if (offer.mine.declines) return offer;
+  const char* const channel = std::getenv("APEX_HOST_CHANNEL");
+  mine.declines = !process || (channel != nullptr && std::strcmp(channel, "0") == 0);
+  if (process) put(mine.process, process->encode());
+  if (mine.declines) return nullptr;
   try {
-    offer.memory = HostChannel::make_memory();
-    offer.mine.file = offer.memory->file();
+    auto memory = HostChannel::make_memory();
+    mine.file = memory->file();
+    return memory;
   } catch (const std::exception& error) {
-    put(offer.finding.problem, error.what());
+    put(finding.problem, error.what());
+    return nullptr;
   }
-  return offer;
 }
 
 /// The process of each rank; empty if one is unknown or two ranks are the same process.
@@ -93,12 +83,6 @@ std::vector<ProcessName> processes_of(const std::vector<Introduction>& ranks) {
     processes.push_back(*process);
   }
   return processes;
-}
-
-/// Uses only gathered data, so all ranks take the same decision.
-bool any_declines(const std::vector<Introduction>& ranks) {
-  return processes_of(ranks).empty() ||
-         std::any_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.declines; });
 }
 
 /// Maps the memory of `among`, ranks of this host; records the first problem.
@@ -142,10 +126,15 @@ bool all_are_fine(c10d::Backend& backend, const Finding& mine, const char* what)
 HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const StorePtr& store,
                        std::chrono::milliseconds timeout) {
   HostLinks links;
-  Offer offer = make_offer();
-  const std::vector<Introduction> ranks = exchange(backend, offer.mine);
+  Introduction mine;
+  Finding finding;
+  auto memory = make_memory(mine, finding);
+  const std::vector<Introduction> ranks = exchange(backend, mine);
   links.processes = processes_of(ranks);
-  if (any_declines(ranks)) return links;
+  // Decisions use only gathered data, so all ranks take the same ones.
+  if (links.processes.empty() ||
+      std::any_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.declines; }))
+    return links;
   const int self = backend.getRank();
   std::map<std::string, std::vector<int>> hosts;
   for (size_t rank = 0; rank < ranks.size(); ++rank)
@@ -157,10 +146,10 @@ HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const Sto
   const bool several = hosts.size() > 1;
   if (!even || here.size() > HostChannel::kMostRanks || (several && (!gloo || here.size() == 1)))
     return links;
-  auto peers = map_peers(self, here, ranks, offer.finding);
-  if (!all_are_fine(backend, offer.finding, "share memory")) return links;
+  auto peers = map_peers(self, here, ranks, finding);
+  if (!all_are_fine(backend, finding, "share memory")) return links;
   const auto place = std::find(here.begin(), here.end(), self) - here.begin();
-  auto channel = std::make_shared<HostChannel>(static_cast<int>(place), std::move(offer.memory),
+  auto channel = std::make_shared<HostChannel>(static_cast<int>(place), std::move(memory),
                                                std::move(peers), timeout);
   BackendPtr column;
   if (several) {
@@ -172,10 +161,9 @@ HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const Sto
           gloo, c10::make_intrusive<c10d::PrefixStore>(name, store),
           static_cast<int>(std::distance(hosts.begin(), host)), static_cast<int>(hosts.size()));
     } catch (const std::exception& error) {
-      put(offer.finding.problem, error.what());
+      put(finding.problem, error.what());
     }
-    if (!all_are_fine(backend, offer.finding, "connect to its counterparts on other hosts"))
-      return links;
+    if (!all_are_fine(backend, finding, "connect to its counterparts on other hosts")) return links;
   }
   links.channel = std::move(channel);
   links.column = std::move(column);

@@ -34,7 +34,8 @@ struct HostLinks {
   /// Between the ranks of this position on all hosts, if there are several; see
   /// Note [Sums over several hosts].
   c10::intrusive_ptr<c10d::Backend> column;
-  std::vector<ProcessName> processes;  ///< of the ranks; empty: unknown
+  c10::intrusive_ptr<c10d::Backend> gloo;  ///< between all ranks; not set by connect_host()
+  std::vector<ProcessName> processes;      ///< of the ranks; empty: unknown
 };
 
 /// Connects the ranks of `backend`, which supports all-gather on the CPU. Both links are null if a

@@ -32,6 +32,7 @@ inline Channels connect_channels(int ranks,
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<HostChannel::Peer> peers(ranks);
     for (int peer = 0; peer < ranks; ++peer) {
+      peers[peer].named = peer;
       if (peer != rank) peers[peer].memory = std::make_shared<PeerMemory>(memories[peer]);
     }
     channels.push_back(

@@ -27,6 +27,7 @@
 #include "comm/collectives.h"
 #include "comm/separate_group.h"
 #include "distributed/backends.h"
+#include "endings.h"
 #include "watch/process_state.h"
 #include "watch/watched_group.h"
 

@@ -3,7 +3,6 @@
 
 #include "../../src/transport/futex_event.cpp"
 #include "../../src/transport/host_channel.cpp"
-#include "../../src/transport/host_channel_run.cpp"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -75,6 +74,7 @@ std::shared_ptr<HostChannel> connect(int rank, int ranks, const Link& link,
   std::vector<HostChannel::Peer> peers(static_cast<size_t>(ranks));
   for (int peer = 0; peer < ranks; ++peer) {
     peers[peer].process = ProcessName::decode(all[peer].process);
+    peers[peer].named = peer;
     if (peer != rank)
       peers[peer].memory = std::make_shared<PeerMemory>(peers[peer].process->pid, all[peer].file);
   }
