@@ -47,10 +47,6 @@ class Memories {
     const std::lock_guard<std::mutex> lock(mutex_);
     memories_.erase(static_cast<const char*>(memory.data.get()));
   }
-  size_t size() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return memories_.size();
-  }
   std::optional<Memory> find(const Region& region) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto* const address = static_cast<const char*>(region.data);
@@ -81,7 +77,6 @@ const Memory* memory_of(const c10::DataPtr& pointer) {
 thread_local c10::StreamId current = 0;
 
 std::atomic<size_t> largest_block{std::numeric_limits<size_t>::max()};
-std::atomic<size_t> blocks_for_good{0};
 
 c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
 
@@ -153,9 +148,6 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(fake::record(stream), "synchronizing a stream");
   }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    detector().host_waits(detector().record_all(), "synchronizing the device");
-  }
 
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
@@ -218,13 +210,10 @@ bool query(const Mark& mark) {
 
 void set_largest_block(size_t bytes) { largest_block.store(bytes); }
 
-size_t allocated_blocks() { return Memories::instance().size() - blocks_for_good.load(); }
-
 void* allocate_for_good(size_t bytes) {
   c10::DataPtr pointer = c10::GetAllocator(c10::DeviceType::PrivateUse1)->allocate(bytes);
   void* const data = pointer.get();
   (void)pointer.release_context();
-  ++blocks_for_good;
   return data;
 }
 

@@ -22,7 +22,7 @@
 /// as on a GPU.
 ///
 /// The host waits in item(), in copies from and to the CPU that are not non_blocking, and in
-/// synchronization of events, streams and the device.
+/// synchronization of events and streams.
 namespace apex::testing::fake {
 
 /// The only device.
@@ -38,9 +38,7 @@ void order(const c10::Stream& earlier, const c10::Stream& later);
 /// Larger allocations throw c10::OutOfMemoryError from now on. No limit by default.
 void set_largest_block(size_t bytes);
 
-/// Number of memory blocks currently allocated.
-size_t allocated_blocks();
-/// Memory from outside torch's allocator that is never freed and not counted above.
+/// Memory that is never freed.
 void* allocate_for_good(size_t bytes);
 
 RaceDetector& detector();

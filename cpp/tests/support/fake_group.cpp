@@ -102,18 +102,6 @@ class MirrorBackend final : public c10d::Backend {
                  });
   }
 
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(
-      std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-      const c10d::ReduceScatterOptions& options) override {
-    // Every other rank sends the same as this one.
-    const at::Tensor part = inputs.at(0).at(static_cast<size_t>(rank_));
-    const int64_t times = options.reduceOp == c10d::ReduceOp::SUM ? size_ : 1;
-    return issue("reduce-scatter", c10d::OpType::REDUCE_SCATTER, inputs.at(0), outputs,
-                 [part, output = outputs.at(0), times] {
-                   host_alias(output).copy_(host_alias(part) * times);
-                 });
-  }
-
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                const c10d::AllToAllOptions&) override {

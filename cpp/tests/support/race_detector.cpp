@@ -60,7 +60,6 @@ void RaceDetector::free(Block block) {
 
 void RaceDetector::used_on(Block block, Stream stream) {
   const Lock lock(mutex_);
-  ++uses_told_;
   const auto found = blocks_.find(block);
   if (found != blocks_.end()) found->second.told.insert(stream);
 }
@@ -127,13 +126,6 @@ RaceDetector::Clock RaceDetector::record(Stream stream) const {
   return clocks_.at(stream);
 }
 
-RaceDetector::Clock RaceDetector::record_all() const {
-  const Lock lock(mutex_);
-  Clock all = host_;
-  for (const Clock& clock : clocks_) merge(all, clock);
-  return all;
-}
-
 void RaceDetector::wait(Stream stream, const Clock& clock) {
   const Lock lock(mutex_);
   merge(clocks_.at(stream), clock);
@@ -173,18 +165,13 @@ int64_t RaceDetector::operations() const {
   return operations_;
 }
 
-int64_t RaceDetector::uses_told() const {
-  const Lock lock(mutex_);
-  return uses_told_;
-}
-
 void RaceDetector::reset() {
   const Lock lock(mutex_);
   for (const Clock& clock : clocks_) merge(host_, clock);
   ghosts_.clear();
   errors_.clear();
   host_waits_.clear();
-  operations_ = uses_told_ = 0;
+  operations_ = 0;
 }
 
 }  // namespace apex::testing

@@ -53,8 +53,6 @@ class RaceDetector {
 
   /// A clock that is complete once all work enqueued on `stream` so far is complete.
   Clock record(Stream stream) const;
-  /// The same for all streams.
-  Clock record_all() const;
   /// Later operations of `stream` begin after `clock`.
   void wait(Stream stream, const Clock& clock);
 
@@ -71,7 +69,6 @@ class RaceDetector {
   /// Reasons for host waits since then.
   std::vector<std::string> host_waits() const;
   int64_t operations() const;
-  int64_t uses_told() const;  ///< number of calls of used_on()
 
   /// Clears counters and errors, and orders all past operations before all future ones.
   void reset();
@@ -112,7 +109,6 @@ class RaceDetector {
   std::vector<std::string> errors_;
   std::vector<std::string> host_waits_;
   int64_t operations_ = 0;
-  int64_t uses_told_ = 0;
 };
 
 }  // namespace apex::testing

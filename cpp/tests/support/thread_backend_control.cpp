@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <support/thread_backend_control.h>
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
 
 namespace apex::testing {
 namespace {
@@ -18,6 +24,68 @@ namespace {
 std::exception_ptr make_error(const std::string& message) {
   return std::make_exception_ptr(std::runtime_error(message));
 }
+
+/// The limit of a wait().
+constexpr std::chrono::milliseconds kTimeout = std::chrono::seconds(20);
+
+}  // namespace
+
+/// One rank's handle on a collective. The control's worker thread completes it and runs the
+/// callbacks of its future, which must not wait for another collective of the same control.
+class ThreadWork final : public c10d::Work {
+ public:
+  ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::vector<at::Tensor> results,
+             std::weak_ptr<ThreadBackendControl> control)
+      : c10d::Work(rank, type),
+        seq_(seq),
+        results_(std::move(results)),
+        control_(std::move(control)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()))) {}
+
+  /// Blocks until completion. Throws the collective's error, or, after `timeout` (0: kTimeout), an
+  /// error that names the ranks that have not arrived.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const auto limit = timeout == kNoTimeout ? kTimeout : timeout;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!cv_.wait_for(lock, limit, [&] { return completed_; })) {
+      lock.unlock();
+      const auto control = control_.lock();
+      throw std::runtime_error(
+          "rank " + std::to_string(rank_) + ": collective " + std::to_string(seq_) +
+          " did not complete within " + std::to_string(limit.count()) +
+          " ms: " + (control ? control->describe_pending(seq_) : "its process group is gone"));
+    }
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+  void synchronize() override {}
+  void abort() override {
+    complete(make_error("collective " + std::to_string(seq_) + " was aborted"));
+  }
+  std::vector<at::Tensor> result() override { return results_; }
+  /// Completes with the list of output tensors, or with the error.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  /// Called once; later calls do nothing.
+  void complete(std::exception_ptr error) {
+    if (claimed_.exchange(true)) return;
+    // Complete the future first, as Gloo does: callbacks have run when wait() returns.
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
+    }
+    finish(error);
+  }
+
+ private:
+  const uint64_t seq_;
+  const std::vector<at::Tensor> results_;
+  const std::weak_ptr<ThreadBackendControl> control_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<bool> claimed_{false};
+};
 
 struct Collective {
   explicit Collective(int world) : contributions(world), works(world) {}
@@ -29,71 +97,61 @@ struct Collective {
   std::optional<std::string> error;
 };
 
+namespace {
+
+/// Checks that the tensors are as real backends take them, and completes the record.
+void prepare(Contribution& contribution) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  CollectiveRecord& record = contribution.record;
+  for (const auto* side : {&contribution.inputs, &contribution.outputs}) {
+    for (const at::Tensor& tensor : *side) {
+      TORCH_CHECK(tensor.defined() && tensor.device().is_cpu(),
+                  "the thread backend takes CPU tensors only");
+      TORCH_CHECK(tensor.is_non_overlapping_and_dense(),
+                  "the thread backend takes dense tensors only, like NCCL; got sizes ",
+                  tensor.sizes(), " and strides ", tensor.strides());
+    }
+  }
+  for (const at::Tensor& input : contribution.inputs) {
+    contribution.snapshots.push_back(
+        input.as_strided({input.numel()}, {1}, input.storage_offset()).clone());
+    record.numel += input.numel();
+  }
+  const at::Tensor& first = contribution.inputs.at(0);
+  record.dtype = first.scalar_type();
+  record.data_ptr = first.const_data_ptr();
+  record.sizes = first.sizes().vec();
+}
+
+/// Why two ranks cannot be in the same collective; nullopt if they can.
+std::optional<std::string> find_mismatch(int rank_a, const CollectiveRecord& a, int rank_b,
+                                         const CollectiveRecord& b) {
+  // In an all-to-all, lengths differ per pair of ranks; run_collective() compares them.
+  if (a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root && a.dtype == b.dtype &&
+      (a.sizes == b.sizes || a.op == "alltoall_base")) {
+    return std::nullopt;
+  }
+  return "collective " + std::to_string(a.seq) + " differs between ranks: rank " +
+         std::to_string(rank_a) + " issued " + a.describe() + ", rank " + std::to_string(rank_b) +
+         " issued " + b.describe() +
+         "; the ranks do not launch the same collectives in the same order";
+}
+
 }  // namespace
 
-ThreadWork::ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
-                       std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control)
-    : c10d::Work(rank, type),
-      seq_(seq),
-      timeout_(timeout),
-      results_(std::move(results)),
-      control_(std::move(control)),
-      future_(
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
-}
-
-void ThreadWork::complete(std::exception_ptr error) {
-  if (claimed_.exchange(true)) {
-    return;
-  }
-  // Complete the future first, as Gloo does: callbacks have run when wait() returns.
-  if (error) {
-    future_->setError(error);
-  } else {
-    future_->markCompleted(c10::IValue(results_));
-  }
-  finish(error);
-}
-
-void ThreadWork::abort() {
-  complete(make_error("collective " + std::to_string(seq_) + " was aborted"));
-}
-
-bool ThreadWork::wait(std::chrono::milliseconds timeout) {
-  const auto limit = timeout == kNoTimeout ? timeout_ : timeout;
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!cv_.wait_for(lock, limit, [&] { return completed_; })) {
-    lock.unlock();
-    const auto control = control_.lock();
-    throw std::runtime_error(
-        "rank " + std::to_string(rank_) + ": collective " + std::to_string(seq_) +
-        " did not complete within " + std::to_string(limit.count()) +
-        " ms: " + (control ? control->describe_pending(seq_) : "its process group is gone"));
-  }
-  if (exception_) {
-    std::rethrow_exception(exception_);
-  }
-  return true;
-}
-
 struct ThreadBackendControl::State {
-  State(int world, std::chrono::milliseconds limit)
-      : world_size(world), timeout(limit), logs(world), left(world) {}
+  explicit State(int world) : world_size(world), logs(world), left(world) {}
 
   const int world_size;
-  const std::chrono::milliseconds timeout;
 
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::vector<CollectiveRecord>> logs;
   std::vector<bool> left;
   std::map<uint64_t, std::shared_ptr<Collective>> collectives;
-  std::set<uint64_t> released;
-  bool holds_all = false;
   std::map<uint64_t, std::string> failures;
   std::map<std::pair<uint64_t, int>, std::string> issue_failures;
   std::optional<std::string> aborted;
-  std::vector<uint64_t> completed;
   std::deque<uint64_t> ready;
   bool stop = false;
   bool allocates = false, allocation_fails = false;
@@ -109,9 +167,7 @@ struct ThreadBackendControl::State {
     return slot;
   }
 
-  bool is_held(uint64_t seq) const { return holds_all && !released.count(seq); }
-
-  // Schedules the collective if it has failed, or if all ranks have arrived and nothing holds it.
+  // Schedules the collective if it has failed, or if all ranks have arrived.
   void schedule(uint64_t seq) {
     const auto found = collectives.find(seq);
     if (found == collectives.end()) {
@@ -120,7 +176,7 @@ struct ThreadBackendControl::State {
     Collective& collective = *found->second;
     if (collective.error) {
       ready.push_back(seq);  // again for ranks that arrive late
-    } else if (!collective.scheduled && collective.arrived == world_size && !is_held(seq)) {
+    } else if (!collective.scheduled && collective.arrived == world_size) {
       collective.scheduled = true;
       ready.push_back(seq);
     }
@@ -175,12 +231,6 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
         error = exception.what();
       }
     }
-    // A callback may query the control, so the collective counts as completed before callbacks run.
-    lock.lock();
-    if (!error) {
-      state->completed.push_back(seq);
-    }
-    lock.unlock();
     for (const auto& work : works) {
       if (work) work->complete(error ? make_error(*error) : nullptr);
     }
@@ -191,10 +241,9 @@ void ThreadBackendControl::State::run_worker(const std::shared_ptr<State>& state
   }
 }
 
-std::shared_ptr<ThreadBackendControl> ThreadBackendControl::create(
-    int world_size, std::chrono::milliseconds timeout) {
+std::shared_ptr<ThreadBackendControl> ThreadBackendControl::create(int world_size) {
   return std::shared_ptr<ThreadBackendControl>(
-      new ThreadBackendControl(std::make_shared<State>(world_size, timeout)));
+      new ThreadBackendControl(std::make_shared<State>(world_size)));
 }
 
 ThreadBackendControl::ThreadBackendControl(std::shared_ptr<State> state)
@@ -216,19 +265,6 @@ ThreadBackendControl::~ThreadBackendControl() {
 }
 
 int ThreadBackendControl::world_size() const { return state_->world_size; }
-
-std::chrono::milliseconds ThreadBackendControl::timeout() const { return state_->timeout; }
-
-void ThreadBackendControl::hold_all() {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->holds_all = true;
-}
-
-void ThreadBackendControl::release(uint64_t seq) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->released.insert(seq);
-  state_->schedule(seq);
-}
 
 void ThreadBackendControl::fail(uint64_t seq, const std::string& message) {
   std::lock_guard<std::mutex> lock(state_->mutex);
@@ -291,11 +327,6 @@ std::vector<CollectiveRecord> ThreadBackendControl::log(int rank) const {
   return state_->logs.at(rank);
 }
 
-size_t ThreadBackendControl::issued(int rank) const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->logs.at(rank).size();
-}
-
 size_t ThreadBackendControl::issued(int rank, const std::string& op) const {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const auto& log = state_->logs.at(rank);
@@ -303,29 +334,9 @@ size_t ThreadBackendControl::issued(int rank, const std::string& op) const {
                        [&](const CollectiveRecord& record) { return record.op == op; });
 }
 
-std::vector<uint64_t> ThreadBackendControl::completed() const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->completed;
-}
-
-void ThreadBackendControl::wait_until_issued(uint64_t seq) {
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  const auto issued = [&] {
-    return std::all_of(state_->logs.begin(), state_->logs.end(),
-                       [&](const auto& log) { return log.size() > seq; });
-  };
-  if (!state_->changed.wait_for(lock, state_->timeout, issued))
-    throw std::runtime_error("collective " + std::to_string(seq) +
-                             " was not issued by every rank within " +
-                             std::to_string(state_->timeout.count()) + " ms");
-}
-
-c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(int rank, c10d::OpType type,
-                                                           Contribution contribution,
-                                                           std::vector<at::Tensor> results,
-                                                           std::chrono::milliseconds timeout) {
-  check_contribution(contribution);
-  complete_contribution(contribution);
+c10::intrusive_ptr<c10d::Work> ThreadBackendControl::issue(int rank, c10d::OpType type,
+                                                           Contribution contribution) {
+  prepare(contribution);
   std::lock_guard<std::mutex> lock(state_->mutex);
   const uint64_t seq = state_->logs.at(rank).size();
   contribution.record.seq = seq;
@@ -337,8 +348,8 @@ c10::intrusive_ptr<ThreadWork> ThreadBackendControl::issue(int rank, c10d::OpTyp
                                      " when it was issued: " + refused->second);
     throw std::runtime_error(refused->second);
   }
-  auto work = c10::make_intrusive<ThreadWork>(rank, type, seq, timeout, std::move(results),
-                                              weak_from_this());
+  auto work =
+      c10::make_intrusive<ThreadWork>(rank, type, seq, contribution.outputs, weak_from_this());
   const auto collective = state_->get(seq);
   collective->works[rank] = work;
   if (!collective->error) {
@@ -369,10 +380,7 @@ std::string ThreadBackendControl::describe_pending(uint64_t seq) const {
               << state_->logs[rank].size() << " collectives";
     }
   }
-  if (missing.tellp() > 0) {
-    return missing.str();
-  }
-  return "the test holds it";
+  return missing.str();
 }
 
 }  // namespace apex::testing

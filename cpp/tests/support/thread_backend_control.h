@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <support/thread_collectives.h>
-
-#include <ATen/core/ivalue.h>
-
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -14,61 +9,63 @@
 #include <thread>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
 namespace apex::testing {
 
-class ThreadBackendControl;
+using ReduceOpType = c10d::ReduceOp::RedOpType;
 
-/// One rank's handle on a collective. The control's worker thread completes it and runs the
-/// callbacks of its future, which must not wait for another collective of the same control.
-class ThreadWork final : public c10d::Work {
- public:
-  ThreadWork(int rank, c10d::OpType type, uint64_t seq, std::chrono::milliseconds timeout,
-             std::vector<at::Tensor> results, std::weak_ptr<ThreadBackendControl> control);
+/// A collective as issued by one rank.
+struct CollectiveRecord {
+  /// Position in this rank's order of collectives on the group, from 0.
+  uint64_t seq = 0;
+  /// "allreduce", "broadcast", "allgather", "_allgather_base" or "alltoall_base".
+  std::string op;
+  /// Elements that this rank contributes.
+  int64_t numel = 0;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  /// UNUSED for collectives without a reduction.
+  ReduceOpType reduce_op = ReduceOpType::UNUSED;
+  /// Root rank of a broadcast, else -1.
+  int64_t root = -1;
+  /// asyncOp in the options of all-reduces and of `_allgather_base`.
+  bool async_op = true;
+  /// Address of this rank's input.
+  const void* data_ptr = nullptr;
+  /// Shape of this rank's input.
+  std::vector<int64_t> sizes;
 
-  /// Blocks until completion. Throws the collective's error, or, after `timeout` (0: the
-  /// backend's), an error that names the ranks that have not arrived.
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override {}
-  void abort() override;
-  std::vector<at::Tensor> result() override { return results_; }
-  uint64_t getSequencenumber() const override { return seq_; }
-  /// Completes with the list of output tensors, or with the error.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
-  /// Called once; later calls do nothing.
-  void complete(std::exception_ptr error);
-
- private:
-  const uint64_t seq_;
-  const std::chrono::milliseconds timeout_;
-  const std::vector<at::Tensor> results_;
-  const std::weak_ptr<ThreadBackendControl> control_;
-  const c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::atomic<bool> claimed_{false};
+  /// For messages, e.g. "allreduce(SUM) of Float [4, 2]".
+  std::string describe() const;
 };
+
+/// One rank's contribution to a collective: a tensor, or one for each rank.
+struct Contribution {
+  CollectiveRecord record;
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  /// Copies of the inputs at issue time, to detect a write to a buffer that is still being reduced.
+  std::vector<at::Tensor> snapshots;
+};
+
+/// Runs a collective. `contributions[r]` is rank r's. Reductions are computed in the tensors' dtype
+/// as ((rank 0 + rank 1) + rank 2) + ..., so every run has the same bits. Throws if an input has
+/// changed since it was issued.
+void run_collective(const std::vector<Contribution>& contributions);
 
 /// The meeting point of one group's ranks, with which tests control their collectives. Every
 /// function may be called from any thread at any time, before or after the collective was issued.
 /// `seq` counts a rank's collectives on this group from 0.
 class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBackendControl> {
  public:
-  /// `timeout` applies to every wait().
-  static std::shared_ptr<ThreadBackendControl> create(
-      int world_size, std::chrono::milliseconds timeout = std::chrono::seconds(20));
+  static std::shared_ptr<ThreadBackendControl> create(int world_size);
   ~ThreadBackendControl();
   ThreadBackendControl(const ThreadBackendControl&) = delete;
   ThreadBackendControl& operator=(const ThreadBackendControl&) = delete;
 
   int world_size() const;
-  std::chrono::milliseconds timeout() const;
-
-  // --- delays ---
-
-  /// From now on, collective `seq` does not run before release(seq), even if every rank has issued
-  /// it.
-  void hold_all();
-  /// Runs collective `seq` once all ranks have issued it. Releasing 1 before 0 completes 1 first.
-  void release(uint64_t seq);
 
   // --- faults ---
 
@@ -98,19 +95,13 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
   std::vector<CollectiveRecord> log(int rank) const;
   /// Number of collectives that `rank` has issued, in total or of one kind (`op` as in
   /// CollectiveRecord).
-  size_t issued(int rank) const;
+  size_t issued(int rank) const { return log(rank).size(); }
   size_t issued(int rank, const std::string& op) const;
-  /// Sequence numbers in order of completion, without failed ones.
-  std::vector<uint64_t> completed() const;
-  /// Blocks until every rank has issued collective `seq`; throws after the timeout.
-  void wait_until_issued(uint64_t seq);
 
   // --- for ThreadBackend ---
 
-  c10::intrusive_ptr<ThreadWork> issue(int rank, c10d::OpType type, Contribution contribution,
-                                       std::vector<at::Tensor> results,
-                                       std::chrono::milliseconds timeout);
-  /// "waiting for rank 1, which has issued 3 collectives": for messages.
+  c10::intrusive_ptr<c10d::Work> issue(int rank, c10d::OpType type, Contribution contribution);
+  /// "rank 1 has issued only 3 collectives": for messages.
   std::string describe_pending(uint64_t seq) const;
 
  private:
