@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/core/Event.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,7 +19,7 @@
 
 #include <apex/distributed.h>
 #include <apex/parallel/reducer.h>
-#include <cuda/cuda_support.h>
+#include <support/toy_model.h>
 
 // The reducer and CUDA streams, over a group of one rank (NCCL in this process if it is built in,
 // Gloo otherwise). Streams must make all waits, for every backend.
@@ -42,7 +45,7 @@ constexpr const char* kBackend = "gloo";
 class CudaReducer : public ::testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
-    APEX_REQUIRE_GPU();
+    if (c10::cuda::device_count() == 0) GTEST_SKIP() << "no CUDA device is visible";
     path_ = std::filesystem::temp_directory_path() /
             ("apex_cuda_reducer_" + std::to_string(::getpid()));
     std::filesystem::remove(path_);
@@ -150,33 +153,6 @@ TEST_P(CudaReducer, BackwardCalledOnASideStream_GradientsAreReadyThere) {
     }
   }
   EXPECT_GT(reducer.statistics().launched_in_backward, 0);
-}
-
-TEST_P(CudaReducer, GradientsZeroedInPlace_ViewsAreNotCopied) {
-  ToyModel model = ToyModel::mlp({6, 50, 3}, 1).clone(at::device(at::kCUDA));
-  ReducerOptions options;
-  options.gradient_as_bucket_view = GetParam();
-  Reducer reducer(model.parameters, {group_}, options);
-  auto step = [&] {
-    for (auto& parameter : model.parameters) {
-      if (parameter.tensor.grad().defined()) parameter.tensor.mutable_grad().zero_();
-    }
-    reducer.prepare_for_forward();
-    const at::Tensor y = model.forward(random_batch(4, 6, 1).to(at::kCUDA));
-    reducer.watch_outputs({y});
-    y.sum().backward();
-  };
-  step();
-  step();
-  const auto before = reducer.statistics();
-  step();
-  const auto after = reducer.statistics();
-  EXPECT_EQ(after.gradients_copied - before.gradients_copied, GetParam() ? 0 : 4);
-  if (!GetParam()) return;
-  const at::Tensor buffer = reducer.buffers().at(0);
-  for (const auto& parameter : model.parameters) {
-    EXPECT_TRUE(parameter.tensor.grad().is_alias_of(buffer)) << parameter.name;
-  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Views, CudaReducer, ::testing::Bool(),
