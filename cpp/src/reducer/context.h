@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -117,13 +116,11 @@ struct ReducerContext {
                  ReducerOptions given, const void* self)
       : options(std::move(given)),
         members(std::move(groups)),
-        parameters(std::move(tensors), self),
-        choose(options.reduction_factory ? options.reduction_factory : choose_reduction) {}
+        parameters(std::move(tensors), self) {}
 
   const ReducerOptions options;
   Membership members;
   ParameterTable parameters;
-  const std::function<std::unique_ptr<Reduction>(const ReductionSite&)> choose;
   std::shared_ptr<CommHook> hook;
   StatisticsCounter statistics;
   int64_t backward_number = 0;  ///< from 1, of the last synchronized backward that has begun

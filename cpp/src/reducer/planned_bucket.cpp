@@ -89,7 +89,7 @@ PlannedBucket make_bucket(const std::vector<int64_t>& members, size_t index,
       options.gradient_average && !options.weighted && options.gradient_predivide_factor == 1.0;
   site.hook = hook;
   site.is_last = is_last;
-  std::unique_ptr<Reduction> reduction = context.choose(site);
+  std::unique_ptr<Reduction> reduction = choose_reduction(site);
   const ReductionTraits traits = reduction->traits();
   std::vector<at::Tensor> variables;
   for (const int64_t member : members) variables.push_back(context.parameters[member].variable);

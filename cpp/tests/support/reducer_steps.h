@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <string>
@@ -12,46 +13,42 @@
 
 namespace apex::testing {
 
-inline at::Tensor forward(apex::parallel::Reducer& reducer, const ToyModel& model,
-                          const at::Tensor& x) {
+/// Buckets of `cap` elements; 1: a bucket per parameter.
+inline parallel::ReducerOptions small_buckets(int64_t cap = 1, bool views = false) {
+  parallel::ReducerOptions options;
+  options.limits.cap = cap;
+  options.gradient_as_bucket_view = views;
+  return options;
+}
+
+inline at::Tensor loss_of(const at::Tensor& y) {
+  return at::isComplexType(y.scalar_type()) ? at::real(y * y.conj()).mean() : y.square().mean();
+}
+
+/// A backward as in a training loop. Gradients are not cleared.
+inline void backward(parallel::Reducer& reducer, const ToyModel& model, const at::Tensor& x) {
   reducer.prepare_for_forward();
   const at::Tensor y = model.forward(x);
   reducer.watch_outputs({y});
-  return y;
+  loss_of(y).backward();
 }
 
-/// A rank's input in a step; differs between ranks.
-inline at::Tensor batch(int rank, int number) { return random_batch(5, 4, 10 * number + rank); }
-
-inline at::Tensor loss_of(const at::Tensor& output) { return output.square().mean(); }
-
-/// Compares gradients with the gradients of `sum`, which accumulated those of all ranks, divided by
-/// `world`.
-inline void expect_mean_of(const ToyModel& model, const ToyModel& sum, int world,
-                           const std::string& where) {
-  for (size_t i = 0; i < model.size(); ++i) {
-    EXPECT_LT(relative_error(model[i].grad(), sum[i].grad() / world), 1e-5)
-        << where << ", " << model.parameters[i].name;
-  }
-}
-
-/// Compares gradients with the average over the ranks' batches of this step, in float64.
-inline void expect_average(const ToyModel& model, int world, int number, const std::string& where) {
-  ToyModel reference = model.clone(at::kDouble);
-  for (int rank = 0; rank < world; ++rank) {
-    loss_of(reference.forward(batch(rank, number).to(at::kDouble))).backward();
-  }
-  expect_mean_of(model, reference, world, where + ", step " + std::to_string(number));
-}
-
-/// what() of the exception that `call` throws, or "".
-inline std::string thrown_by(const std::function<void()>& call) {
+/// The message of the exception that `call` throws, which must be an `Exception`.
+template <typename Exception>
+std::string message_of(const std::function<void()>& call) {
   try {
     call();
   } catch (const std::exception& error) {
+    EXPECT_NE(dynamic_cast<const Exception*>(&error), nullptr)
+        << "another exception: " << error.what();
     return error.what();
   }
-  return {};
+  ADD_FAILURE() << "no exception";
+  return "";
+}
+
+inline void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
 }
 
 }  // namespace apex::testing

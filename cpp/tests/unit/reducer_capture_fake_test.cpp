@@ -142,20 +142,17 @@ INSTANTIATE_TEST_SUITE_P(
     Options, CapturedStep,
     ::testing::Combine(
         ::testing::Bool(),
-        ::testing::Values(
-            Case{"Default", [](ReducerOptions&, std::vector<Group>&) {}},
-            Case{"OneBucket", [](ReducerOptions& options,
-                                 std::vector<Group>&) { options.limits.cap = 1 << 20; }},
-            Case{"Delayed", [](ReducerOptions& options,
-                               std::vector<Group>&) { options.delay_allreduce = true; }},
-            Case{"StaticGraph",
-                 [](ReducerOptions& options, std::vector<Group>&) { options.static_graph = true; }},
-            Case{"SeveralGroups",
-                 [](ReducerOptions&, std::vector<Group>& groups) {
-                   groups.push_back(fake::make_mirror_group(kWorld, "wire 1"));
-                   groups.push_back(fake::make_mirror_group(kWorld, "wire 2"));
-                 }},
-            Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3})),
+        ::testing::Values(Case{"Default", [](ReducerOptions&, std::vector<Group>&) {}},
+                          Case{"Delayed",
+                               [](ReducerOptions& options, std::vector<Group>&) {
+                                 options.delay_allreduce = true;
+                               }},
+                          Case{"SeveralGroups",
+                               [](ReducerOptions&, std::vector<Group>& groups) {
+                                 groups.push_back(fake::make_mirror_group(kWorld, "wire 1"));
+                                 groups.push_back(fake::make_mirror_group(kWorld, "wire 2"));
+                               }},
+                          Case{"Compressed", [](ReducerOptions&, std::vector<Group>&) {}, 5e-3})),
     [](const auto& tested) {
       return std::string(std::get<1>(tested.param).name) +
              (std::get<0>(tested.param) ? "Views" : "Copies");
@@ -196,122 +193,97 @@ TEST(CapturedStepRefused, WrappedOnTheDefaultStream_AccumulatesThere) {
   EXPECT_EQ(training.graph.errors().front(), "the default stream joins the capture");
 }
 
-class FakeCapture : public ::testing::Test {
- protected:
-  FakeCapture() : guard_(fake::new_stream("origin")) { fake::detector().reset(); }
-
-  void expect_error(const std::string& part) {
-    ASSERT_EQ(graph_.errors().size(), 1u);
-    EXPECT_NE(graph_.errors().front().find(part), std::string::npos) << graph_.errors().front();
+// The rules of the simulated device: each mistake is reported, in the graph or by the detector.
+TEST(FakeCapture, WhatAGpuWouldRefuse_IsReported) {
+  using Event = c10::Event;
+  struct Place {
+    c10::Stream origin = fake::current_stream(), other = fake::new_stream("other");
+    at::Tensor x = at::ones({3}, at::device(fake::device()));
+    Event event{c10::DeviceType::PrivateUse1};
+    fake::Graph graph;
+    void on(const c10::Stream& stream, void (*work)(const at::Tensor&)) const {
+      const c10::StreamGuard guard(stream);
+      work(x);
+    }
+  };
+  struct Mistake {
+    const char* error;
+    void (*captured)(Place&);
+    void (*before)(Place&) = [](Place&) {};
+    void (*after)(Place&) = [](Place&) {};
+  };
+  static constexpr auto kDoubles = [](const at::Tensor& x) { x.mul(2); };
+  const std::vector<Mistake> mistakes{
+      {"stream 'other' joined the capture and was not waited for",
+       [](Place& p) {
+         fake::order(p.origin, p.other);
+         p.on(p.other, kDoubles);
+       }},
+      {"waits for an event from outside of the capture", [](Place& p) { p.event.block(p.origin); },
+       [](Place& p) { p.event.record(p.origin); }},
+      {"of a capture that has ended",
+       [](Place& p) {
+         p.on(p.origin, kDoubles);
+         p.event.record(p.origin);
+       },
+       [](Place&) {}, [](Place& p) { p.event.block(p.origin); }},
+      {"the host cannot know: aten::_local_scalar_dense",
+       [](Place& p) { p.x.sum().item<float>(); }},
+      {"the host cannot know: whether an event is over",
+       [](Place& p) {
+         p.event.record(p.origin);
+         p.event.query();
+       }},
+      {"aten::mul on stream 'other' uses memory on the other side of the capture",
+       [](Place& p) {
+         p.x.add_(1);
+         p.on(p.other, kDoubles);
+       },
+       [](Place& p) { fake::order(p.origin, p.other); }},
+      {"on the default stream during a capture",
+       [](Place& p) {
+         p.on(c10::Stream(c10::Stream::DEFAULT, fake::device()),
+              [](const at::Tensor&) { at::ones({2}, at::device(fake::device())); });
+       }},
+  };
+  for (const Mistake& mistake : mistakes) {
+    const c10::StreamGuard guard(fake::new_stream("origin"));
+    fake::detector().reset();
+    Place place;
+    mistake.before(place);
+    place.graph.begin(place.origin);
+    mistake.captured(place);
+    place.graph.end();
+    mistake.after(place);
+    Strings errors = place.graph.errors();
+    if (errors.empty()) errors = fake::detector().errors();
+    ASSERT_EQ(errors.size(), 1u) << mistake.error;
+    EXPECT_NE(errors.front().find(mistake.error), std::string::npos) << errors.front();
   }
-
-  const c10::StreamGuard guard_;
-  fake::Graph graph_;
-  at::Tensor x_ = at::ones({3}, at::device(fake::device()));
-};
-
-TEST_F(FakeCapture, Replay_ComputesAgainInTheSameMemory) {
-  graph_.begin(fake::current_stream());
-  const at::Tensor y = x_.mul(2).add_(1);
-  graph_.end();
-  EXPECT_EQ(graph_.errors(), Strings{});
-  EXPECT_EQ(graph_.size(), 2u);
-  fake::host_alias(x_).fill_(5);
-  graph_.replay();
-  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 11.0f)));
+  fake::detector().reset();
 }
 
-TEST_F(FakeCapture, ForkAndJoin_IsCaptured) {
+TEST(FakeCapture, ForkAndJoin_IsCaptured_AndReplayComputesAgainInTheSameMemory) {
+  const c10::StreamGuard guard(fake::new_stream("origin"));
+  fake::detector().reset();
   const c10::Stream other = fake::new_stream("other");
+  const at::Tensor x = at::ones({3}, at::device(fake::device()));
   at::Tensor y;
-  graph_.begin(fake::current_stream());
+  fake::Graph graph;
+  graph.begin(fake::current_stream());
   fake::order(fake::current_stream(), other);
   {
-    const c10::StreamGuard guard(other);
-    y = x_.mul(2);
+    const c10::StreamGuard on_other(other);
+    y = x.mul(2);
   }
   fake::order(other, fake::current_stream());
-  graph_.end();
-  EXPECT_EQ(graph_.errors(), Strings{});
-  fake::host_alias(x_).fill_(5);
-  graph_.replay();
-  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 10.0f)));
-}
-
-TEST_F(FakeCapture, ForkWithoutJoin_IsReported) {
-  const c10::Stream other = fake::new_stream("other");
-  graph_.begin(fake::current_stream());
-  fake::order(fake::current_stream(), other);
-  {
-    const c10::StreamGuard guard(other);
-    x_.mul(2);
-  }
-  graph_.end();
-  expect_error("stream 'other' joined the capture and was not waited for");
-}
-
-TEST_F(FakeCapture, EventFromBefore_IsReported) {
-  c10::Event event(c10::DeviceType::PrivateUse1);
-  event.record(fake::current_stream());
-  graph_.begin(fake::current_stream());
-  event.block(fake::current_stream());
-  graph_.end();
-  expect_error("waits for an event from outside of the capture");
-}
-
-TEST_F(FakeCapture, EventOfACaptureAfterItsEnd_IsReported) {
-  c10::Event event(c10::DeviceType::PrivateUse1);
-  graph_.begin(fake::current_stream());
-  x_.mul(2);
-  event.record(fake::current_stream());
-  graph_.end();
-  EXPECT_EQ(graph_.errors(), Strings{});
-  event.block(fake::current_stream());
-  ASSERT_EQ(fake::detector().errors().size(), 1u);
-  EXPECT_NE(fake::detector().errors().front().find("of a capture that has ended"),
-            std::string::npos);
-  fake::detector().reset();
-}
-
-TEST_F(FakeCapture, HostThatReadsAValue_IsReported) {
-  graph_.begin(fake::current_stream());
-  x_.sum().item<float>();
-  graph_.end();
-  expect_error("the host cannot know: aten::_local_scalar_dense");
-}
-
-TEST_F(FakeCapture, HostThatAsksAnEvent_IsReported) {
-  c10::Event event(c10::DeviceType::PrivateUse1);
-  graph_.begin(fake::current_stream());
-  x_.mul(2);
-  event.record(fake::current_stream());
-  event.query();
-  graph_.end();
-  expect_error("the host cannot know: whether an event is over");
-}
-
-TEST_F(FakeCapture, MemoryUsedOutside_IsReported) {
-  const c10::Stream other = fake::new_stream("other");
-  fake::order(fake::current_stream(), other);
-  graph_.begin(fake::current_stream());
-  x_.add_(1);
-  {
-    const c10::StreamGuard guard(other);
-    x_.mul(2);
-  }
-  graph_.end();
-  expect_error("aten::mul on stream 'other' uses memory on the other side of the capture");
-  fake::detector().reset();
-}
-
-TEST_F(FakeCapture, DefaultStream_IsReported) {
-  graph_.begin(fake::current_stream());
-  {
-    const c10::StreamGuard guard(c10::Stream(c10::Stream::DEFAULT, fake::device()));
-    at::ones({2}, at::device(fake::device()));
-  }
-  graph_.end();
-  expect_error("on the default stream during a capture");
+  y.add_(1);
+  graph.end();
+  EXPECT_EQ(graph.errors(), Strings{});
+  EXPECT_EQ(graph.size(), 2u);
+  fake::host_alias(x).fill_(5);
+  graph.replay();
+  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 11.0f)));
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -18,7 +17,6 @@
 
 #include <apex/error.h>
 #include <apex/parallel/comm_hook.h>
-#include <apex/parallel/detail/model_sync.h>
 #include <apex/parallel/reducer.h>
 #include <support/fake_device.h>
 #include <support/fake_group.h>
@@ -121,23 +119,6 @@ struct Training {
   }
 };
 
-TEST_P(FakeDeviceReducer, OrdinaryTraining_HasNoRaceAndTheHostDoesNotWait) {
-  constexpr int kSteps = 4;
-  Training training(kSteps);
-  Reducer reducer(training.model.parameters, {group_}, options_);
-  int64_t before = 0;
-  for (int step = 0; step < kSteps; ++step) {
-    training.backward(reducer, step);
-    training.expect_gradients(2e-5);
-    training.optimizer_step();
-    if (step == 0) before = host_waits();  // it records the plan together with the other ranks
-  }
-  EXPECT_EQ(host_waits_since(before), Strings{});
-  const auto buckets = static_cast<int64_t>(reducer.plan()->buckets.size());
-  EXPECT_GE(buckets, 3);
-  EXPECT_EQ(reducer.statistics().launched_in_backward, buckets * (kSteps - 1));
-}
-
 TEST_P(FakeDeviceReducer, SumsThatAreClearedInPlace_AreToldFromSumsThatAreKept) {
   if (world_ == 1) GTEST_SKIP() << "one rank sums nothing";
   options_.gradient_average = false;
@@ -161,87 +142,60 @@ TEST_P(FakeDeviceReducer, SumsThatAreClearedInPlace_AreToldFromSumsThatAreKept) 
   EXPECT_THROW(backward(), std::runtime_error);
 }
 
-TEST_P(FakeDeviceReducer, EveryOption_HasNoRace) {
+TEST_P(FakeDeviceReducer, EveryOption_HasNoRace_AndTheHostWaitsOnlyWhereItMust) {
+  using Groups = std::vector<Group>;
   struct Case {
     const char* name;
-    void (*set)(ReducerOptions&);
-    bool waits;
+    void (*set)(ReducerOptions&, Groups&);
+    bool waits = false;
+    at::ScalarType dtype = at::kFloat;
+    double tolerance = 2e-5;
   };
   const std::vector<Case> cases{
-      {"delay_allreduce", [](ReducerOptions& options) { options.delay_allreduce = true; }, false},
-      {"predivide", [](ReducerOptions& options) { options.gradient_predivide_factor = 2; }, false},
-      {"one bucket", [](ReducerOptions& options) { options.limits.cap = 1 << 20; }, false},
-      {"trigger", [](ReducerOptions& options) { options.trigger_parameters = {2, 4}; }, false},
-      {"static_graph", [](ReducerOptions& options) { options.static_graph = true; }, false},
-      {"check_finite", [](ReducerOptions& options) { options.check_finite = true; }, true},
+      {"default", [](ReducerOptions&, Groups&) {}},
+      {"delay_allreduce", [](ReducerOptions& o, Groups&) { o.delay_allreduce = true; }},
+      {"predivide", [](ReducerOptions& o, Groups&) { o.gradient_predivide_factor = 2; }},
+      {"one bucket", [](ReducerOptions& o, Groups&) { o.limits.cap = 1 << 20; }},
+      {"trigger", [](ReducerOptions& o, Groups&) { o.trigger_parameters = {2, 4}; }},
+      {"static_graph", [](ReducerOptions& o, Groups&) { o.static_graph = true; }},
+      {"check_finite", [](ReducerOptions& o, Groups&) { o.check_finite = true; }, true},
       // A single rank has no rank to compare with.
-      {"check_steps", [](ReducerOptions& options) { options.check_steps = true; }, world_ > 1},
+      {"check_steps", [](ReducerOptions& o, Groups&) { o.check_steps = true; }, world_ > 1},
+      {"summed in float32", [](ReducerOptions& o, Groups&) { o.allreduce_always_fp32 = true; },
+       false, at::kBFloat16, 0.05},
+      {"several groups",
+       [](ReducerOptions&, Groups& groups) {
+         for (const char* name : {"wire 1", "wire 2"})
+           groups.push_back(fake::make_mirror_group(groups[0]->getSize(), name));
+       }},
+      {"compressed", [](ReducerOptions&, Groups&) {}, false, at::kFloat, 0.01},
   };
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
     ReducerOptions options = options_;
-    each.set(options);
+    Groups groups{group_};
+    each.set(options, groups);
     Training training(3);
-    Reducer reducer(training.model.parameters, {group_}, options);
+    for (auto& parameter : training.model.parameters)
+      parameter.tensor = parameter.tensor.detach().to(each.dtype).requires_grad_();
+    Reducer reducer(training.model.parameters, groups, options);
+    if (each.name == std::string("compressed"))
+      reducer.set_comm_hook(parallel::make_compress_hook(group_, at::kHalf));
     int64_t before = 0;
     for (int step = 0; step < 3; ++step) {
       training.backward(reducer, step);
-      training.expect_gradients(2e-5);
-      training.optimizer_step();
+      training.expect_gradients(each.tolerance);
+      if (each.dtype == at::kFloat) training.optimizer_step();
       if (step == 0) before = host_waits();
     }
+    // In the first step, it records the plan together with the other ranks.
     EXPECT_EQ(host_waits() > before, each.waits);
     EXPECT_EQ(fake::detector().errors(), Strings{});
-  }
-}
-
-TEST_P(FakeDeviceReducer, NarrowGradientsSummedWide_HaveNoRace) {
-  options_.allreduce_always_fp32 = true;
-  Training training(3);
-  for (auto& parameter : training.model.parameters) {
-    parameter.tensor = parameter.tensor.detach().to(at::kBFloat16).requires_grad_();
-  }
-  Reducer reducer(training.model.parameters, {group_}, options_);
-  for (int step = 0; step < 3; ++step) {
-    training.backward(reducer, step);
-    training.expect_gradients(0.05);
-  }
-  EXPECT_GT(reducer.statistics().launched_in_backward, 0);
-}
-
-TEST_P(FakeDeviceReducer, SeveralGroupsInTurn_HaveNoRace) {
-  std::vector<Group> groups;
-  for (const char* name : {"wire 0", "wire 1", "wire 2"}) {
-    groups.push_back(fake::make_mirror_group(world_, name));
-  }
-  Training training(3);
-  Reducer reducer(training.model.parameters, groups, options_);
-  int64_t before = 0;
-  for (int step = 0; step < 3; ++step) {
-    training.backward(reducer, step);
-    training.expect_gradients(2e-5);
-    training.optimizer_step();
-    if (step == 0) before = host_waits();
-  }
-  EXPECT_GT(reducer.plan()->buckets.size(), groups.size());
-  EXPECT_EQ(host_waits_since(before), Strings{});
-}
-
-TEST_P(FakeDeviceReducer, CommunicationHooks_HaveNoRaceAndTheHostDoesNotWait) {
-  for (const int world : {1, 2}) {
-    const Group group = fake::make_mirror_group(world, "wire");
-    Training training(3);
-    Reducer reducer(training.model.parameters, {group}, options_);
-    reducer.set_comm_hook(parallel::make_compress_hook(group, at::kHalf));
-    int64_t before = 0;
-    for (int step = 0; step < 3; ++step) {
-      training.backward(reducer, step);
-      training.expect_gradients(0.01);
-      training.optimizer_step();
-      if (step == 0) before = host_waits();
+    const auto buckets = static_cast<int64_t>(reducer.plan()->buckets.size());
+    if (each.name == std::string("default")) {
+      EXPECT_GE(buckets, 3);
+      EXPECT_EQ(reducer.statistics().launched_in_backward, buckets * 2);
     }
-    EXPECT_EQ(host_waits_since(before), Strings{});
-    EXPECT_GT(reducer.statistics().launched_in_backward, 0);
   }
 }
 
@@ -314,28 +268,6 @@ TEST_P(FakeDeviceReducer, ParametersWithoutGradient_CostNoOperationsEach) {
   // A copy into the bucket, a copy back, the sum, and the report.
   if (world_ > 1) {
     EXPECT_LE(operations_added(group_, options_, 0), GetParam().views ? 4 : 5);
-  }
-}
-
-TEST_P(FakeDeviceReducer, LayerWithoutGradient_WhereverItStandsInItsMessage_HasNone) {
-  for (size_t skipped = 1; skipped < 4; ++skipped) {
-    ToyModel model = ToyModel::mlp({6, 20, 20, 20, 20}, 1).clone(on_device());
-    Reducer reducer(model.parameters, {group_}, options_);
-    for (int step = 0; step < 4; ++step) {
-      model.zero_grad();
-      reducer.prepare_for_forward();
-      at::Tensor y = at::ones({2, 6}, on_device());
-      for (size_t layer = 0; layer < 4; ++layer) {
-        if (step < 2 || layer != skipped)
-          y = at::addmm(model[2 * layer + 1], y, model[2 * layer].t());
-      }
-      reducer.watch_outputs({y});
-      y.sum().backward();
-      for (size_t i = 0; i < model.size(); ++i) {
-        EXPECT_EQ(model[i].grad().defined(), step < 2 || i / 2 != skipped)
-            << model.parameters[i].name << ", step " << step;
-      }
-    }
   }
 }
 
@@ -490,20 +422,23 @@ class SideStreams {
   std::vector<Accumulator> accumulators_;
 };
 
-TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor) {
+// Gradients must also be kept for the stream that packs them (where they become views of the
+// bucket, their old memory is free), and for the stream that called backward (while recording).
+TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor_AndKeptForTheStreamsThatUseThem) {
   // All in one bucket, two per bucket, and each in its own.
   for (const int64_t cap : {int64_t{1} << 20, int64_t{32}, int64_t{1}}) {
     SCOPED_TRACE(cap);
     options_.limits.cap = cap;
-    const int64_t numel = cap == 1 ? 1 << 15 : 16;
-    SideStreams side(4, numel);
+    SideStreams side(4, cap == 1 ? 1 << 15 : 16);
     Reducer reducer(side.parameters, {group_}, options_);
     int64_t before = 0;
     int64_t at_end = 0;
     for (int step = 0; step < 6; ++step) {
-      side.zero_grad(/*in_place=*/step > 3);
       side.backward(reducer, step);
+      side.work_of_their_own();
       side.expect_gradients(step);
+      side.zero_grad(/*in_place=*/step > 2);
+      side.work_of_their_own();
       if (step > 0) continue;
       before = host_waits();
       at_end = reducer.statistics().launched_at_end;
@@ -511,40 +446,6 @@ TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreWaitedFor) {
     EXPECT_EQ(host_waits_since(before), Strings{});
     EXPECT_EQ(reducer.statistics().launched_at_end, at_end);
     EXPECT_GT(reducer.statistics().launched_in_backward, 0);
-    EXPECT_EQ(fake::detector().errors(), Strings{});
-  }
-}
-
-TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatPacksThem) {
-  if (!GetParam().views) GTEST_SKIP() << "gradients outlive the packing where they are copied";
-  options_.limits.cap = 1 << 20;
-  SideStreams side(3, 16);
-  Reducer reducer(side.parameters, {group_}, options_);
-  side.backward(reducer, 0);
-  for (int step = 1; step < 4; ++step) {
-    side.zero_grad();
-    fake::detector().reset();
-    side.backward(reducer, step);
-    side.work_of_their_own();  // in the old memory of gradients that are now views of the bucket
-    side.expect_gradients(step);
-    EXPECT_EQ(fake::detector().errors(), Strings{});
-  }
-}
-
-// Fails if gradients of other streams are packed (while recording) or written at the end of
-// backward without being kept for the stream that called backward.
-TEST_P(FakeDeviceReducer, GradientsOfSideStreams_AreKeptForTheStreamThatCalledBackward) {
-  for (const int64_t cap : {int64_t{1} << 20, int64_t{1}}) {
-    SCOPED_TRACE(cap);
-    options_.limits.cap = cap;
-    SideStreams side(3, cap == 1 ? 1 << 15 : 16);
-    Reducer reducer(side.parameters, {group_}, options_);
-    for (int step = 0; step < 3; ++step) {
-      side.backward(reducer, step);
-      side.expect_gradients(step);
-      side.zero_grad();
-      side.work_of_their_own();
-    }
     EXPECT_EQ(fake::detector().errors(), Strings{});
   }
 }
@@ -582,98 +483,6 @@ TEST_P(FakeDeviceReducer, BackwardThatRunsOutOfMemory_SendsAllItsMessages) {
   EXPECT_EQ(*rules.issued, complete);
   training.backward(reducer, 3);
   training.expect_gradients(2e-5);
-}
-
-/// A parameter with gradients `values`, averaged over `world` mirror images.
-at::Tensor averaged(const at::Tensor& values, int world, int64_t cap) {
-  fake::MirrorRules rules;
-  rules.backend_name = "nccl";
-  const at::Tensor factor = values.to(fake::device());
-  std::vector<NamedTensor> parameters{{"p", at::zeros_like(factor).requires_grad_()},
-                                      {"q", at::zeros({3}, factor.options()).requires_grad_()}};
-  ReducerOptions options;
-  options.limits.cap = cap;
-  Reducer reducer(parameters, {fake::make_mirror_group(world, "wire", rules)}, options);
-  for (int step = 0; step < 2; ++step) {
-    for (auto& parameter : parameters) parameter.tensor.mutable_grad() = at::Tensor();
-    reducer.prepare_for_forward();
-    const at::Tensor y = (parameters[0].tensor * factor).sum() + parameters[1].tensor.sum();
-    reducer.watch_outputs({y});
-    y.backward();
-  }
-  return fake::peek(parameters[0].tensor.grad());
-}
-
-// NCCL's AVG rounds 1/N to the dtype, and each value times that, before the sum.
-TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
-  fake::detector().reset();
-  struct Case {
-    at::ScalarType dtype;
-    int world;
-    double scale;  ///< scale of the gradients
-    double error;  ///< error of one gradient
-  };
-  const std::vector<Case> cases{{at::kBFloat16, 3, 1, 0.008}, {at::kBFloat16, 4, 1, 0},
-                                {at::kBFloat16, 7, 1, 0.008}, {at::kHalf, 1024, 1e-3, 0},
-                                {at::kHalf, 3, 1e-4, 0.002},  {at::kFloat, 3, 1, 2e-7},
-                                {at::kFloat, 1024, 1e-30, 0}};
-  for (const Case& each : cases) {
-    for (const int64_t cap : {1, 1 << 20}) {
-      SCOPED_TRACE(::testing::Message() << each.dtype << ", " << each.world << " ranks, " << cap);
-      const at::Tensor values = at::rand({1 << 15}).add(1).mul(each.scale).to(each.dtype);
-      const at::Tensor want = values.to(at::kDouble);
-      const at::Tensor error = (averaged(values, each.world, cap).to(at::kDouble) - want) / want;
-      EXPECT_LE(error.abs().max().item<double>(), each.error);
-      EXPECT_LT(std::abs(error.mean().item<double>()), 2e-4) << "all are off in one direction";
-    }
-  }
-}
-
-// torch 2.15's NCCL backend may hold them for a second. They do not count as held by a program.
-TEST(FakeNccl, BuffersThatTheBackendStillHolds_AreUsedAgain) {
-  fake::detector().reset();
-  fake::MirrorRules rules;
-  rules.backend_name = "nccl2";
-  rules.holds_what_it_had = true;
-  const at::Tensor p = at::ones({1 << 15}, on_device()).requires_grad_();
-  Reducer reducer({{"p", p}}, {fake::make_mirror_group(2, "wire", rules)}, {});
-  const void* place = nullptr;
-  for (int step = 0; step < 4; ++step) {
-    p.mutable_grad() = at::Tensor();
-    reducer.prepare_for_forward();
-    const at::Tensor y = (p * (step + 1)).sum();
-    reducer.watch_outputs({y});
-    y.backward();
-    EXPECT_TRUE(fake::peek(p.grad()).eq(step + 1).all().item<bool>()) << step;
-    const void* const now = reducer.buffers().front().const_data_ptr();
-    EXPECT_TRUE(step == 0 || now == place) << step;
-    place = now;
-  }
-  EXPECT_EQ(fake::detector().errors(), Strings{});
-}
-
-/// E.g. buffers of batch norm: receiving them must not take one operation each.
-TEST(FakeNccl, TensorsOfSeveralDtypes_Broadcast_ArriveInOneCopy) {
-  fake::detector().reset();
-  const Group group = fake::make_mirror_group(2, "wire");
-  std::vector<at::Tensor> sources, targets;
-  for (int i = 0; i < 12; ++i) {
-    for (const at::ScalarType dtype : {at::kHalf, at::kFloat, at::kByte, at::kLong, at::kDouble}) {
-      sources.push_back(at::randn({i % 4 + 1}).mul(9).to(dtype).to(fake::device()));
-      targets.push_back(at::zeros_like(sources.back()));
-    }
-  }
-  sources.push_back(at::randn({3, 4}, on_device()).t());
-  targets.push_back(at::zeros({3, 4}, on_device()).t());
-  parallel::broadcast_coalesced(sources, group, 0);
-  const int64_t before = fake::detector().operations();
-  parallel::broadcast_coalesced(targets, group, 1);
-  // An empty tensor needs no operation; the transposed one is received separately.
-  EXPECT_LE(fake::detector().operations() - before, 1 + 1 + 2);
-  for (size_t i = 0; i < sources.size(); ++i) {
-    EXPECT_TRUE(fake::peek(targets[i]).equal(fake::peek(sources[i]))) << i;
-  }
-  EXPECT_EQ(fake::detector().errors(), Strings{});
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, FakeDeviceReducer,

@@ -1,88 +1,66 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Tables: which reduction divides, and the factors before and after the sum.
 #include <gtest/gtest.h>
 
-#include <memory>
+#include <cmath>
 #include <string>
-#include <vector>
+#include <utility>
 
-#include <ATen/ATen.h>
-
-#include <apex/parallel/reducer.h>
-#include <support/reducer_steps.h>
-#include <support/thread_backend.h>
-#include <support/toy_model.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "reducer/reduction.h"
 
-// Another way to reduce a bucket is a separate class; no other code depends on it.
-
-namespace apex::parallel {
+namespace apex::parallel::detail {
 namespace {
 
-using apex::testing::run_ranks;
-using apex::testing::ThreadBackendControl;
-using apex::testing::ToyModel;
-using detail::BucketMessage;
-using detail::Reduction;
-using detail::ReductionSite;
-using detail::ReductionTraits;
-
-/// Sends the message back to front.
-class ReversedAllReduce final : public Reduction {
+class NamedBackend final : public c10d::Backend {
  public:
-  ReversedAllReduce(GroupPtr group, std::shared_ptr<int> started)
-      : group_(std::move(group)), started_(std::move(started)) {}
-
-  ReductionTraits traits() const override { return {}; }
-  std::string describe() const override { return "reversed all-reduce of bucket "; }
-  void start(const BucketMessage&, const at::Tensor& tensor, const std::string&) override {
-    ++*started_;
-    tensor_ = tensor;
-    messages_ = {tensor.flip(0)};
-    work_ = group_->allreduce(messages_);
-  }
-  void wait(const std::string&, const std::function<void()>&) override {
-    if (!work_) return;
-    work_->wait();
-    work_.reset();
-    tensor_.copy_(messages_.front().flip(0));
-  }
-  bool done() const override { return work_ && work_->isCompleted(); }
-  void drop() noexcept override { work_.reset(); }
+  NamedBackend(std::string name, int size) : Backend(0, size), name_(std::move(name)) {}
+  const std::string getBackendName() const override { return name_; }
 
  private:
-  const GroupPtr group_;
-  const std::shared_ptr<int> started_;
-  at::Tensor tensor_;
-  std::vector<at::Tensor> messages_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  const std::string name_;
 };
 
-TEST(Reduction, OfTheCallersOwn_SeveralSteps_AveragesIncludingUnusedParameters) {
-  for (const bool views : {false, true}) {
-    run_ranks(ThreadBackendControl::create(2), [&](int rank, const GroupPtr& group) {
-      ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
-      std::vector<NamedTensor> parameters = model.parameters;
-      parameters.push_back({"unused", at::zeros({3}).requires_grad_()});
-      const auto started = std::make_shared<int>(0);
-      ReducerOptions options;
-      options.limits.cap = 40;
-      options.gradient_as_bucket_view = views;
-      options.reduction_factory = [&](const ReductionSite& site) {
-        return std::make_unique<ReversedAllReduce>(site.group, started);
-      };
-      Reducer reducer(parameters, {group}, options);
-      for (int step = 0; step < 4; ++step) {
-        model.zero_grad();
-        apex::testing::loss_of(forward(reducer, model, apex::testing::batch(rank, step)))
-            .backward();
-        apex::testing::expect_average(model, 2, step, "reversed");
-        EXPECT_FALSE(parameters.back().tensor.grad().defined());
-      }
-      const auto statistics = reducer.statistics();
-      EXPECT_EQ(*started, statistics.launched_in_backward + statistics.launched_at_end);
-      EXPECT_GT(reducer.plan()->buckets.size(), 1u);
-    });
+bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceType of_bucket,
+              bool plain_average, at::ScalarType dtype = at::kFloat, int world = 2) {
+  ReductionSite site;
+  site.group =
+      c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, world);
+  site.group->setBackend(
+      of_backend, c10d::ProcessGroup::BackendType::CUSTOM,
+      c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<NamedBackend>(backend, world)));
+  site.device = at::Device(of_bucket, of_bucket == at::kCPU ? -1 : 0);
+  site.plain_average = plain_average;
+  site.dtype = dtype;
+  return choose_reduction(site)->traits().averages;
+}
+
+// Exactly one side divides. The traits determine how gradients are scaled before and after.
+TEST(AllReduce, NcclOnItsDevice_Averages_AndNobodyElse) {
+  for (const char* name : {"nccl", "nccl2", "nccl-lazy"}) {
+    EXPECT_TRUE(averages(name, at::kCUDA, at::kCUDA, true)) << name;
+    EXPECT_FALSE(averages(name, at::kCUDA, at::kCUDA, false)) << name;  // sums, or predivides
+    EXPECT_FALSE(averages(name, at::kCUDA, at::kCPU, true)) << name;
+  }
+  EXPECT_FALSE(averages("gloo", at::kCUDA, at::kCUDA, true));
+  EXPECT_FALSE(averages("gloo", at::kCPU, at::kCPU, true));
+  EXPECT_FALSE(averages("nccl", at::kCPU, at::kCPU, true));
+}
+
+// NCCL rounds 1/N and each product with it to the dtype before the sum.
+TEST(AllReduce, NcclAveragesOnlyWhereThatRoundsNoMoreThanADivision) {
+  const auto on_nccl = [](at::ScalarType dtype, int world) {
+    return averages("nccl", at::kCUDA, at::kCUDA, true, dtype, world);
+  };
+  for (const int world : {2, 3, 8, 12, 1000, 1024}) {
+    const bool power_of_two = world == 2 || world == 8 || world == 1024;
+    EXPECT_TRUE(on_nccl(at::kFloat, world)) << world;
+    EXPECT_TRUE(on_nccl(at::kDouble, world)) << world;
+    EXPECT_FALSE(on_nccl(at::kHalf, world)) << world;
+    EXPECT_EQ(on_nccl(at::kBFloat16, world), power_of_two) << world;
   }
 }
 
@@ -95,7 +73,7 @@ TEST(Averaging, EveryWay_BeforeAndAfter_GiveTheAverage) {
           options.gradient_predivide_factor = factor;
           ReductionTraits traits;
           traits.averages = averages;
-          const auto [before, after] = detail::averaging_of(options, traits, dtype, divisor, 8);
+          const auto [before, after] = averaging_of(options, traits, dtype, divisor, 8);
           EXPECT_DOUBLE_EQ(before * (averages ? 1.0 / 8 : 1.0) * after,
                            1.0 / static_cast<double>(divisor));
           // Dividing first would underflow small 16-bit gradients.
@@ -106,5 +84,31 @@ TEST(Averaging, EveryWay_BeforeAndAfter_GiveTheAverage) {
   }
 }
 
+ReducerOptions weighted() {
+  ReducerOptions options;
+  options.weighted = true;
+  return options;
+}
+
+// If the terms fit into half, so does their sum: the scale is a power of two and is undone exactly.
+TEST(Averaging, Weighted_HalfIsScaledByTheNumberOfRanks) {
+  for (const int64_t ranks : {1, 2, 3, 4, 5, 8}) {
+    const Averaging factors = averaging_of(weighted(), {}, at::kHalf, ranks, ranks, 48);
+    int exponent = 0;
+    EXPECT_EQ(std::frexp(factors.before, &exponent), 0.5) << ranks;  // a power of two
+    EXPECT_LE(factors.before * static_cast<double>(ranks), 1.0);
+    EXPECT_GT(factors.before * static_cast<double>(ranks), 0.5);
+    EXPECT_EQ(factors.before * factors.after, 1.0 / 48);
+  }
+}
+
+TEST(Averaging, Weighted_AverageOfACommunicationHookIsUndone) {
+  ReductionTraits hook;
+  hook.averages = true;
+  const Averaging factors = averaging_of(weighted(), hook, at::kFloat, 3, 3, 48);
+  EXPECT_EQ(factors.before, 1.0);
+  EXPECT_EQ(factors.after, 3.0 / 48);
+}
+
 }  // namespace
-}  // namespace apex::parallel
+}  // namespace apex::parallel::detail

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,11 +30,9 @@ struct ReducerOptions;
 
 namespace detail {
 
-class Reduction;
 class ReducerCore;
-struct ReductionSite;
 
-/// The options of a reducer that are set by wrappers, bindings and tests.
+/// The options of a reducer that are set by wrappers and bindings.
 struct ReducerInternals {
   /// Whether all ranks begin with the same parameters, and are therefore compared. Default: the
   /// value of `init_sync`.
@@ -45,9 +42,6 @@ struct ReducerInternals {
   bool steps_reported = false;
   /// Further settings, as "name=value", that the ranks compare at construction besides the options.
   std::vector<std::string> settings;
-  /// Overrides the built-in choice of how a bucket is reduced; the same on every rank. See
-  /// src/reducer/reduction.h.
-  std::function<std::unique_ptr<Reduction>(const ReductionSite&)> reduction_factory;
 };
 
 /// The base of Reducer. Functions that are not marked otherwise must not be called in backward. No
