@@ -138,7 +138,6 @@ def test_operators_pass_opcheck(memory_format: torch.memory_format) -> None:
     for needs in ([True, True, True], [False, True, False]):
         arguments = (torch.randn_like(y), x.detach(), weight.detach(), mean, invstd, count)
         opcheck(OPS.sync_batch_norm_backward, (*arguments, needs, ""))
-    opcheck(OPS.all_reduce_sum, (torch.randn(3, requires_grad=True), ""))
 
 
 @pytest.mark.usefixtures("device")

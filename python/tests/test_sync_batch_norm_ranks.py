@@ -42,6 +42,25 @@ def test_running_statistics_have_the_same_bits_where_dtypes_of_inputs_differ(
             assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+@on_ranks(2)
+def test_a_large_mean_costs_no_digits_of_float32(rank: int, world: int, rows: bool) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(4, 3, 5, 9) + 1e4
+    dy = torch.randn(4, 3, 5, 9)
+    want = whole.double().requires_grad_()
+    y = torch.nn.functional.batch_norm(want, None, None, training=True)
+    y.backward(dy.double())
+    part = slice(2 * rank, 2 * rank + 2)
+    memory = torch.channels_last if rows else torch.contiguous_format
+    x = whole[part].contiguous(memory_format=memory).requires_grad_()
+    got = SyncBatchNorm(3, affine=False, momentum=1.0)(x)
+    got.backward(dy[part])
+    assert want.grad is not None and x.grad is not None
+    torch.testing.assert_close(got.double(), y[part], rtol=0, atol=2e-6)
+    torch.testing.assert_close(x.grad.double(), want.grad[part], rtol=0, atol=2e-6)
+
+
 @on_ranks(4)
 def test_sync_batch_norm_process_group_is_used(rank: int, world: int) -> None:
     x = torch.arange(16.0).view(8, 2)[2 * rank : 2 * rank + 2] ** 2

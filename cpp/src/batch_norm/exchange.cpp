@@ -6,7 +6,6 @@
 #include <exception>
 #include <vector>
 
-#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -40,18 +39,12 @@ namespace {
 // name it then.
 
 struct Header {
-  static constexpr size_t kNameLength = 40;
-  int64_t bytes = 0;  ///< size of the values that follow
-  int64_t channels = 0;
-  Direction direction = Direction::kForward;
-  int32_t name_length = 0;
-  char name[kNameLength] = {};  ///< the last characters of the layer's name
+  int64_t bytes = 0;    ///< size of the values that follow
+  char what[120] = {};  ///< the exchange, as in errors
 
   bool matches(const Header& other) const {
-    return bytes == other.bytes && channels == other.channels && direction == other.direction &&
-           layer() == other.layer();
+    return bytes == other.bytes && std::strcmp(what, other.what) == 0;
   }
-  std::string layer() const { return {name, static_cast<size_t>(name_length)}; }
 };
 static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 
@@ -63,28 +56,15 @@ constexpr const char* kRemedy =
     "forward and backward on every rank; use eval() for a forward on one rank only, and "
     "DistributedDataParallel.join() if ranks have different numbers of batches";
 
-const char* name_of(Direction direction) {
-  switch (direction) {
-    case Direction::kForward:
-      return "forward";
-    case Direction::kBackward:
-      return "backward";
-    default:
-      return "second derivative";
-  }
-}
-
-std::string describe(Direction direction, const std::string& layer) {
-  return std::string(name_of(direction)) + " of " +
-         (layer.empty() ? "a SyncBatchNorm" : "SyncBatchNorm '" + layer + "'");
-}
-
-std::string describe(Direction direction, const std::string& layer, int64_t channels) {
-  return describe(direction, layer) + " of " + std::to_string(channels) + " channels";
+std::string describe(const Peers& peers, Direction direction) {
+  static constexpr const char* kNames[] = {"forward", "backward", "second derivative"};
+  return std::string(kNames[static_cast<size_t>(direction)]) + " of " +
+         (peers.layer.empty() ? "a SyncBatchNorm" : "SyncBatchNorm '" + peers.layer + "'");
 }
 
 std::string describe(const Peers& peers, Direction direction, int64_t channels) {
-  return "exchange in " + describe(direction, peers.layer, channels);
+  return "exchange in " + describe(peers, direction) + " of " + std::to_string(channels) +
+         " channels";
 }
 
 void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>& headers) {
@@ -94,11 +74,8 @@ void refuse_different(const c10d::ProcessGroup& group, const std::vector<Header>
     return;
   std::string text = "rank " + std::to_string(rank) + " of " + std::to_string(headers.size()) +
                      ": the ranks are in different batch norm layers: ";
-  for (size_t r = 0; r < headers.size(); ++r) {
-    const Header& header = headers[r];
-    text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " in " +
-            describe(header.direction, header.layer(), header.channels);
-  }
+  for (size_t r = 0; r < headers.size(); ++r)
+    text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " in " + headers[r].what;
   throw RankMismatch(text + kRemedy + note_on_ranks(group));
 }
 
@@ -123,18 +100,15 @@ void run(const std::string& what, const Peers& peers, Issue&& issue) {
 }
 
 /// The same over sockets, see Note [Ranks in different layers].
-void gather_with_headers(const Peers& peers, const at::Tensor& gathered, const at::Tensor& local,
-                         Direction direction, int64_t channels) {
-  c10d::ProcessGroup& group = *peers.group;
+void gather_with_headers(const std::string& what, c10d::ProcessGroup& group,
+                         const at::Tensor& gathered, const at::Tensor& local) {
   const auto ranks = static_cast<size_t>(group.getSize());
+  constexpr auto kHeader = static_cast<int64_t>(sizeof(Header));
   Header mine;
   mine.bytes = static_cast<int64_t>(local.nbytes());
-  mine.channels = channels;
-  mine.direction = direction;
-  const size_t name = std::min(peers.layer.size(), Header::kNameLength);
-  mine.name_length = static_cast<int32_t>(name);
-  std::copy_n(peers.layer.end() - static_cast<std::ptrdiff_t>(name), name, mine.name);
-  constexpr auto kHeader = static_cast<int64_t>(sizeof(Header));
+  // The end of a long name distinguishes layers.
+  const size_t skipped = what.size() - std::min(what.size(), sizeof(mine.what) - 1);
+  what.copy(mine.what, sizeof(mine.what) - 1, skipped);
   const bool fits = kHeader + mine.bytes <= kRoom;
   const int64_t length = kHeader + (fits ? mine.bytes : 0);
   std::vector<int64_t> lengths(ranks, length), rooms(ranks, kRoom);
@@ -144,7 +118,6 @@ void gather_with_headers(const Peers& peers, const at::Tensor& gathered, const a
   std::memcpy(sent, &mine, sizeof(mine));
   if (length > kHeader) std::memcpy(sent + kHeader, local.const_data_ptr(), local.nbytes());
   const at::Tensor received = at::empty({c10::sum_integers(rooms)}, at::kByte);
-  const std::string what = describe(peers, direction, channels);
   run_collective(what, group, [&] {
     return issue_all_to_all(what, group, received, share.repeat({group.getSize()}), rooms, lengths);
   });
@@ -157,55 +130,43 @@ void gather_with_headers(const Peers& peers, const at::Tensor& gathered, const a
     from += rooms[rank];
   }
   refuse_different(group, headers);
-  if (fits) return;
-  const char* const values = "values of a SyncBatchNorm";
-  run_collective(values, group, [&] { return issue_all_gather(values, group, gathered, local); });
-}
-
-/// Sums in the order of the ranks, and rounds to T after each addition.
-template <typename T>
-void sum_values(at::Tensor& sums, const at::Tensor& gathered) {
-  T* const to = sums.mutable_data_ptr<T>();
-  const T* from = gathered.const_data_ptr<T>();
-  const int64_t numel = sums.numel();
-  std::copy_n(from, numel, to);
-  for (const T* end = from + gathered.numel(); (from += numel) < end;) {
-    for (int64_t i = 0; i < numel; ++i) to[i] = to[i] + from[i];
-  }
+  if (!fits)
+    run_collective(what, group, [&] { return issue_all_gather(what, group, gathered, local); });
 }
 
 }  // namespace
 
+c10::intrusive_ptr<c10d::ProcessGroup> registered_group(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    return nullptr;  // c10d offers no other query
+  }
+}
+
 Peers find_peers(c10::string_view group_name, c10::string_view layer) {
   Peers peers{nullptr, std::string(layer)};
   if (group_name.empty()) return peers;
-  try {
-    peers.group = c10d::resolve_process_group(std::string(group_name));
-  } catch (const std::exception&) {
-    TORCH_CHECK(false, "apex sync batch norm: no process group is registered as '", group_name,
-                "'; it was destroyed, or was not created on this rank. Create it on every rank, "
-                "and pass its group_name.");
-  }
+  peers.group = registered_group(std::string(group_name));
+  TORCH_CHECK(peers.group, "apex sync batch norm: no process group is registered as '", group_name,
+              "'; it was destroyed, or was not created on this rank. Create it on every rank, and "
+              "pass its group_name.");
   if (peers.group->getSize() == 1) peers.group.reset();
   return peers;
 }
 
-BeforeExchange::BeforeExchange(const Peers& peers, Direction direction)
-    : peers_(peers), direction_(direction), exceptions_(std::uncaught_exceptions()) {}
-
-BeforeExchange::~BeforeExchange() {
-  if (!peers_ || std::uncaught_exceptions() == exceptions_) return;
-  announce_failure(*peers_.group, "the arguments of " + describe(direction_, peers_.layer));
+void announce_refused(const Peers& peers, Direction direction) noexcept {
+  if (peers) announce_failure(*peers.group, "the arguments of " + describe(peers, direction));
 }
 
 at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction direction,
                       int64_t channels) {
   c10d::ProcessGroup& group = *peers.group;
+  const std::string what = describe(peers, direction, channels);
   const at::Tensor gathered = at::empty({group.getSize() * local.numel()}, local.options());
   if (uses_sockets(group, local)) {
-    gather_with_headers(peers, gathered, local, direction, channels);
+    gather_with_headers(what, group, gathered, local);
   } else {
-    const std::string what = describe(peers, direction, channels);
     run(what, peers,
         [&] { return issue_all_gather(what, group, gathered, local, Enqueue::kOnCurrentStream); });
   }
@@ -215,9 +176,10 @@ at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Direction dir
 void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction, int64_t channels) {
   c10d::ProcessGroup& group = *peers.group;
   if (uses_sockets(group, tensor)) {
-    const at::Tensor gathered = all_gather(peers, tensor, direction, channels);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tensor.scalar_type(), "all_reduce",
-                                    [&] { sum_values<scalar_t>(tensor, gathered); });
+    // Every rank adds in the order of the ranks, and rounds after each addition.
+    const auto shares = all_gather(peers, tensor, direction, channels).chunk(group.getSize());
+    tensor.copy_(shares[0]);
+    for (size_t rank = 1; rank < shares.size(); ++rank) tensor.add_(shares[rank]);
     return;
   }
   const std::string what = describe(peers, direction, channels);

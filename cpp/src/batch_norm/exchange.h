@@ -22,6 +22,9 @@ struct Peers {
   explicit operator bool() const { return static_cast<bool>(group); }
 };
 
+/// The group that c10d has registered by this name, or null.
+c10::intrusive_ptr<c10d::ProcessGroup> registered_group(const std::string& name);
+
 /// Looks up a process group by name. Returns no group for "" and for a group of one rank. Throws a
 /// RuntimeError for a name that is not registered.
 APEX_API Peers find_peers(c10::string_view group_name, c10::string_view layer);
@@ -29,20 +32,9 @@ APEX_API Peers find_peers(c10::string_view group_name, c10::string_view layer);
 /// The kind of an exchange. All ranks must run the same kind at the same time.
 enum class Direction : int32_t { kForward, kBackward, kSecondDerivative };
 
-/// RAII guard for the argument checks of an operator, before its exchange. If a check throws, the
-/// destructor notifies the other ranks, which would otherwise wait.
-class APEX_API BeforeExchange {
- public:
-  BeforeExchange(const Peers& peers, Direction direction);
-  ~BeforeExchange();
-  BeforeExchange(const BeforeExchange&) = delete;
-  BeforeExchange& operator=(const BeforeExchange&) = delete;
-
- private:
-  const Peers& peers_;
-  Direction direction_;
-  int exceptions_;
-};
+/// Notifies the other ranks that this one refuses the arguments of an exchange, for which they
+/// would wait.
+APEX_API void announce_refused(const Peers& peers, Direction direction) noexcept;
 
 /// Concatenates the `local` [n] of every rank. Blocks the stream (CUDA) or the host (CPU). On the
 /// CPU it throws RankMismatch if the ranks are in different exchanges; see Note [Ranks in different
@@ -55,8 +47,7 @@ APEX_API at::Tensor all_gather(const Peers& peers, const at::Tensor& local, Dire
 APEX_API void all_reduce(const Peers& peers, at::Tensor& tensor, Direction direction,
                          int64_t channels);
 
-/// The operator apex::all_reduce_sum for all devices: the sum of `tensor` over the ranks,
-/// contiguous.
+/// The sum of `tensor` over the ranks, contiguous, without autograd.
 APEX_API at::Tensor all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
                                    c10::string_view layer);
 

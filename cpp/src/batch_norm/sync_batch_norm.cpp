@@ -26,16 +26,6 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-/// The group that c10d has registered by this name, or null. c10d throws for an unknown name and
-/// offers no other query.
-c10::intrusive_ptr<c10d::ProcessGroup> registered_as(const std::string& name) {
-  try {
-    return c10d::resolve_process_group(name);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
 bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   try {
     c10d::register_process_group(name, group);
@@ -49,13 +39,9 @@ bool try_register(const std::string& name, const c10::intrusive_ptr<c10d::Proces
 /// one rank. The first call in a job is collective.
 c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  if (!apex::distributed::is_initialized()) {
-    return {};
-  }
+  if (!apex::distributed::is_initialized()) return {};
   const auto world = apex::distributed::get_default_group();
-  if (world->getSize() == 1) {
-    return {};
-  }
+  if (world->getSize() == 1) return {};
   static std::mutex mutex;  // guards `of` and `made`; held while the group is made
   static auto* const of = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
   static auto* const made = new WeakGroup{c10::intrusive_ptr<c10d::ProcessGroup>()};
@@ -69,106 +55,31 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_of_all_ranks() {
   return group;
 }
 
-void require_input(const at::Tensor& input) {
-  if (!input.defined()) {
-    throw InvalidArgument("sync_batch_norm: the input is an undefined tensor.");
-  }
-}
-
-/// torch's batch norm on this rank, of input [N, C, *].
-at::Tensor batch_norm_alone(const at::Tensor& x, const SyncBatchNormArguments& a, bool training) {
-  const bool of_batch = training || !a.running_mean.defined();
-  if (of_batch && x.size(1) > 0) detail::check_more_than_one_value(x, x.numel() / x.size(1));
-  double factor = a.momentum.value_or(0);
-  if (training && a.num_batches_tracked.defined()) {
-    a.num_batches_tracked.add_(1);
-    if (!a.momentum) factor = 1 / a.num_batches_tracked.item<double>();
-  }
-  return at::batch_norm(x, a.weight, a.bias, a.running_mean, a.running_var, of_batch, factor, a.eps,
-                        at::globalContext().userEnabledCuDNN());
-}
-
-/// Calls an operator, and converts c10's exceptions to this library's.
-template <typename Call>
-at::Tensor with_own_errors(Call&& call) {
-  try {
-    return call();
-  } catch (const c10::ValueError& error) {
-    throw InvalidArgument(error.what_without_backtrace());
-  } catch (const c10::TypeError& error) {
-    throw InvalidArgument(error.what_without_backtrace());
-  } catch (const c10::NotImplementedError& error) {
-    throw Error(error.what_without_backtrace());
-  }
-}
-
 }  // namespace
 
 std::string process_group_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  if (!group) {
-    return "";
-  }
+  if (!group) return "";
   // A group may not keep the name it is given, so names other than its own are remembered.
   static std::mutex mutex;  // guards `names` and `next`
   static auto* const names = new ByGroup<std::string>;
   static int64_t next = 0;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string* const known = names->find(*group);
-  if (known != nullptr && (registered_as(*known) == group || try_register(*known, group))) {
+  if (known != nullptr &&
+      (detail::registered_group(*known) == group || try_register(*known, group))) {
     return *known;
   }
   std::string own = detail::group_name_of(*group);
   if (!own.empty()) {
-    const auto registered = registered_as(own);
-    if (registered == group || (!registered && try_register(own, group))) {
-      return own;
-    }
+    const auto registered = detail::registered_group(own);
+    if (registered == group || (!registered && try_register(own, group))) return own;
   }
-  for (const std::string& gone : names->take_gone()) {
-    c10d::unregister_process_group(gone);
-  }
+  for (const std::string& gone : names->take_gone()) c10d::unregister_process_group(gone);
   const std::string name = "apex_group_" + std::to_string(next++);
   c10d::register_process_group(name, group);
   names->put(*group, name);
-  if (own.empty()) {
-    group->setGroupName(name);
-  }
+  if (own.empty()) group->setGroupName(name);
   return name;
-}
-
-at::Tensor sync_batch_norm(const at::Tensor& input, const SyncBatchNormArguments& a,
-                           bool training) {
-  require_input(input);
-  const bool moved = a.channel_last && input.dim() > 2;
-  const at::Tensor x = moved ? input.movedim(-1, 1) : input;
-  const bool peers = a.process_group && a.process_group->getSize() > 1;
-  const std::string group = training && peers ? process_group_name(a.process_group) : "";
-  return with_own_errors([&] {
-    const OptionalTensor weight = if_defined(a.weight), bias = if_defined(a.bias),
-                         running_mean = if_defined(a.running_mean),
-                         running_var = if_defined(a.running_var),
-                         batches = if_defined(a.num_batches_tracked);
-    const detail::ForwardArguments of_operator{x,           weight,      bias,       running_mean,
-                                               running_var, batches,     a.momentum, a.eps,
-                                               group,       a.layer_name};
-    at::Tensor y;
-    if (!group.empty() || (training && !x.is_cpu())) {
-      y = std::get<0>(detail::call(of_operator));
-    } else {
-      detail::check(of_operator);
-      y = batch_norm_alone(x, a, training);
-    }
-    if (moved) y = y.movedim(1, -1);
-    if (a.z.defined()) {
-      TORCH_CHECK_VALUE(a.z.sizes() == y.sizes() && a.z.dtype() == y.dtype(),
-                        "apex sync batch norm: z is ", a.z.dtype(), " ", a.z.sizes(),
-                        " but the input is ", y.dtype(), " ", y.sizes(),
-                        "; z is added to the output, so its dtype and shape must be those of the "
-                        "input.");
-      y = y + a.z;
-    }
-    return a.fuse_relu ? y.relu() : y;
-  });
 }
 
 SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_) : options(std::move(options_)) {
@@ -230,9 +141,7 @@ void SyncBatchNormImpl::reset_running_stats() {
   if (options.track_running_stats()) {
     running_mean.zero_();
     running_var.fill_(1);
-    if (num_batches_tracked.defined()) {
-      num_batches_tracked.zero_();
-    }
+    if (num_batches_tracked.defined()) num_batches_tracked.zero_();
   }
 }
 
@@ -252,40 +161,58 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> SyncBatchNormImpl::group_in_training() const {
-  if (options.this_rank_alone()) {
-    return {};
-  }
-  if (options.process_group()) {
-    return options.process_group();
-  }
+  if (options.this_rank_alone()) return {};
+  if (options.process_group()) return options.process_group();
   return group_of_all_ranks();
 }
 
-at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& z) {
-  SyncBatchNormArguments a;
-  a.z = z;
-  a.weight = weight;
-  a.bias = bias;
-  a.momentum = options.momentum();
-  a.eps = options.eps();
-  a.channel_last = options.channel_last();
-  a.fuse_relu = options.fuse_relu();
-  a.running_mean = running_mean;
-  a.running_var = running_var;
-  // Its dtype may not be int64: libtorch's Module::to(dtype) also casts counters.
-  a.num_batches_tracked = num_batches_tracked;
-  if (is_training()) {
-    a.process_group = group_in_training();
-    a.layer_name = layer_name;
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& z) try {
+  if (!input.defined()) throw InvalidArgument("SyncBatchNorm: the input is an undefined tensor.");
+  const bool moved = options.channel_last() && input.dim() > 2;
+  const at::Tensor x = moved ? input.movedim(-1, 1) : input;
+  const auto group = is_training() ? group_in_training() : nullptr;
+  const std::string name = group && group->getSize() > 1 ? process_group_name(group) : "";
+  // The dtype of the counter may not be int64: libtorch's Module::to(dtype) also casts counters.
+  const OptionalTensor w = if_defined(weight), b = if_defined(bias),
+                       mean = if_defined(running_mean), var = if_defined(running_var),
+                       batches = if_defined(num_batches_tracked);
+  const detail::ForwardArguments a{
+      x, w, b, mean, var, batches, options.momentum(), options.eps(), name, layer_name};
+  at::Tensor y;
+  if (!name.empty() || (is_training() && !x.is_cpu())) {
+    y = std::get<0>(detail::call(a));
+  } else {
+    detail::check(a);
+    const bool of_batch = is_training() || !mean;
+    if (of_batch && x.size(1) > 0) detail::check_more_than_one_value(x, x.numel() / x.size(1));
+    double factor = a.momentum.value_or(0);
+    if (is_training() && batches) {
+      batches->add_(1);
+      if (!a.momentum) factor = 1 / batches->item<double>();
+    }
+    y = at::batch_norm(x, w, b, mean, var, of_batch, factor, a.eps,
+                       at::globalContext().userEnabledCuDNN());
   }
-  return sync_batch_norm(input, a, is_training());
+  if (moved) y = y.movedim(1, -1);
+  if (z.defined()) {
+    TORCH_CHECK_VALUE(
+        z.sizes() == y.sizes() && z.dtype() == y.dtype(), "apex sync batch norm: z is ", z.dtype(),
+        " ", z.sizes(), " but the input is ", y.dtype(), " ", y.sizes(),
+        "; z is added to the output, so its dtype and shape must be those of the input.");
+    y = y + z;
+  }
+  return options.fuse_relu() ? y.relu() : y;
+} catch (const c10::ValueError& error) {
+  throw InvalidArgument(error.what_without_backtrace());
+} catch (const c10::TypeError& error) {
+  throw InvalidArgument(error.what_without_backtrace());
+} catch (const c10::NotImplementedError& error) {
+  throw Error(error.what_without_backtrace());
 }
 
 void name_layers(torch::nn::Module& model) {
   for (const auto& item : model.named_modules("", /*include_self=*/false)) {
-    if (auto* const layer = item.value()->as<SyncBatchNormImpl>()) {
-      layer->layer_name = item.key();
-    }
+    if (auto* const layer = item.value()->as<SyncBatchNormImpl>()) layer->layer_name = item.key();
   }
 }
 

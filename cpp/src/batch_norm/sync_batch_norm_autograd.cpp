@@ -4,13 +4,13 @@
 // of any order follow.
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "batch_norm/sync_batch_norm_ops.h"
 
@@ -21,8 +21,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-const at::Tensor& or_undefined(const at::Tensor& tensor) { return tensor; }
 
 at::Tensor or_undefined(const OptionalTensor& tensor) {
   return present(tensor) ? *tensor : at::Tensor();
@@ -38,17 +36,15 @@ at::Tensor or_undefined(const OptionalTensor& tensor) {
 
 /// Throws if this call is part of a transform of torch.func or of a forward-mode derivative, which
 /// custom autograd nodes do not support.
-template <typename... Tensors>
-void check_not_transformed(const Tensors&... tensors) {
+void check_not_transformed(std::initializer_list<at::Tensor> tensors) {
   const auto has_tangent = [](const at::Tensor& tensor) {
     return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
   };
   // This key is included while a transform runs. (functorch's headers have functions for this, but
   // include a header that torch does not ship.)
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
-      (has_tangent(or_undefined(tensors)) || ...)) {
+      std::any_of(tensors.begin(), tensors.end(), has_tangent))
     refuse_transforms();
-  }
 }
 
 class AllReduceSumFunction : public Function<AllReduceSumFunction> {
@@ -58,47 +54,15 @@ class AllReduceSumFunction : public Function<AllReduceSumFunction> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["layer"] = layer;
-    return call_all_reduce_sum(tensor, group_name, layer);
+    return all_reduce_sum(tensor, group_name, layer);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const at::Tensor sum =
-        call_all_reduce_sum(gradients[0], ctx->saved_data["group_name"].toStringRef(),
-                            ctx->saved_data["layer"].toStringRef());
-    return {sum, {}, {}};
+    return {differentiable_sum(gradients[0], ctx->saved_data["group_name"].toStringRef(),
+                               ctx->saved_data["layer"].toStringRef()),
+            {},
+            {}};
   }
 };
-
-/// The backward by differentiable operators. The statistics are functions of x, unless x needs no
-/// gradient. It takes two collectives for the statistics and one for dx.
-BackwardResult differentiable_backward(const BackwardArguments& a, double eps) {
-  const auto type = a.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  std::vector<int64_t> others, shape(a.input.dim(), 1);
-  shape[1] = -1;
-  for (int64_t d = 0; d < a.input.dim(); ++d) {
-    if (d != 1) others.push_back(d);
-  }
-  const auto sum = [&](const at::Tensor& elements) { return elements.sum(others); };
-  const auto spread = [&](const at::Tensor& channels) { return channels.view(shape); };
-  const auto all_mean = [&](const at::Tensor& local) {
-    return call_all_reduce_sum(local, a.group_name, a.layer) / a.count.clamp_min(1).to(type);
-  };
-  const at::Tensor x = a.input.to(type), dy = a.grad_output.to(type);
-  const bool of_x = a.input.requires_grad();
-  const at::Tensor mean = of_x ? all_mean(sum(x)) : a.mean.to(type);
-  const at::Tensor centered = x - spread(mean);
-  const at::Tensor invstd =
-      of_x ? (all_mean(sum(centered.square())) + eps).rsqrt() : a.invstd.to(type);
-  const at::Tensor xhat = centered * spread(invstd);
-  const at::Tensor dbias = sum(dy), dweight = sum(dy * xhat);
-  at::Tensor dx;
-  if (a.needs[0]) {
-    const at::Tensor means = all_mean(at::stack({dbias, dweight}));
-    const at::Tensor scale = present(a.weight) ? invstd * a.weight->to(type) : invstd;
-    dx = (dy - spread(means[0]) - xhat * spread(means[1])) * spread(scale);
-    dx = dx.to(a.input.scalar_type());
-  }
-  return {dx, dweight, dbias};
-}
 
 class ForwardFunction : public Function<ForwardFunction> {
  public:
@@ -122,7 +86,7 @@ class ForwardFunction : public Function<ForwardFunction> {
     const variable_list saved = ctx->get_saved_variables();
     // Continue without a gradient, because other ranks may have one and wait for this rank's sums.
     const at::Tensor dy = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[0]);
-    check_not_transformed(dy, saved[0]);
+    check_not_transformed({dy, saved[0]});
     const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
     size_t edge = 0;  // autograd numbers edges without the absent tensors
     const auto needed = [&](bool there) { return there && ctx->needs_input_grad(edge++); };
@@ -138,7 +102,9 @@ class ForwardFunction : public Function<ForwardFunction> {
                               ctx->saved_data["layer"].toStringRef()};
     BackwardResult result;
     if (at::GradMode::is_enabled()) {
-      result = differentiable_backward(a, ctx->saved_data["eps"].toDouble());
+      std::optional<double> eps;
+      if (saved[0].requires_grad()) eps = ctx->saved_data["eps"].toDouble();
+      result = backward_formula(a, eps);
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
       result = call(a);
@@ -151,33 +117,25 @@ class ForwardFunction : public Function<ForwardFunction> {
   }
 };
 
-/// Bumps the version of a tensor that is overwritten here. A backward that has saved it then
+/// Bumps the versions of the tensors that are overwritten here. A backward that has saved one then
 /// detects the change.
-void mark_changed(const OptionalTensor& tensor) {
-  if (present(tensor) && !tensor->is_inference()) {
-    torch::autograd::impl::bump_version(*tensor);
-  }
-}
-
 void mark_changed(const ForwardArguments& a) {
-  mark_changed(a.running_mean);
-  mark_changed(a.running_var);
-  mark_changed(a.num_batches_tracked);
+  for (const OptionalTensor* tensor : {&a.running_mean, &a.running_var, &a.num_batches_tracked}) {
+    if (present(*tensor) && !(*tensor)->is_inference())
+      torch::autograd::impl::bump_version(**tensor);
+  }
 }
 
 /// Inference mode skips autograd, but the overwritten tensors may have been saved outside of it.
 ForwardResult forward_without_node(const ForwardArguments& a) {
-  ForwardResult result;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    result = call(a);
-  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  ForwardResult result = call(a);
   mark_changed(a);
   return result;
 }
 
 ForwardResult forward_autograd(const ForwardArguments& a) {
-  check_not_transformed(a.input, a.weight, a.bias);
+  check_not_transformed({a.input, or_undefined(a.weight), or_undefined(a.bias)});
   const auto needs_grad = [](const at::Tensor& tensor) {
     return tensor.defined() && tensor.requires_grad();
   };
@@ -191,22 +149,22 @@ ForwardResult forward_autograd(const ForwardArguments& a) {
   return {results[0], results[1], results[2], results[3]};
 }
 
-at::Tensor all_reduce_sum_autograd(const at::Tensor& tensor, c10::string_view group_name,
-                                   c10::string_view layer) {
-  return AllReduceSumFunction::apply(tensor, std::string(group_name), std::string(layer));
-}
-
 void refuse_batched(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*) {
   refuse_transforms();
 }
 
 }  // namespace
+
+at::Tensor differentiable_sum(const at::Tensor& tensor, c10::string_view group_name,
+                              c10::string_view layer) {
+  return AllReduceSumFunction::apply(tensor, std::string(group_name), std::string(layer));
+}
+
 }  // namespace apex::parallel::detail
 
 TORCH_LIBRARY_IMPL(apex, Autograd, m) {
   using namespace apex::parallel::detail;
   m.impl("sync_batch_norm", &forward_kernel<&forward_autograd>);
-  m.impl("all_reduce_sum", &all_reduce_sum_autograd);
 }
 
 TORCH_LIBRARY_IMPL(apex, ADInplaceOrView, m) {
@@ -216,7 +174,7 @@ TORCH_LIBRARY_IMPL(apex, ADInplaceOrView, m) {
 
 TORCH_LIBRARY_IMPL(apex, FuncTorchBatched, m) {
   using namespace apex::parallel::detail;
-  for (const char* name : {"sync_batch_norm", "sync_batch_norm_backward", "all_reduce_sum"}) {
+  for (const char* name : {"sync_batch_norm", "sync_batch_norm_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_batched>());
   }
 }

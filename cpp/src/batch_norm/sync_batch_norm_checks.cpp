@@ -2,9 +2,9 @@
 // Checks of the operators' arguments, and the layouts in which the operators compute.
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/StringUtil.h>
 
 #include "batch_norm/sync_batch_norm_ops.h"
-#include "plain_text.h"
 
 namespace apex::parallel::detail {
 namespace {
@@ -94,8 +94,12 @@ void check(const BackwardArguments& a) {
 
 Peers checked_peers(const ForwardArguments& a) {
   Peers peers = find_peers(a.group_name, a.layer);
-  const BeforeExchange checking(peers, Direction::kForward);
-  check(a);
+  try {
+    check(a);
+  } catch (...) {
+    announce_refused(peers, Direction::kForward);
+    throw;
+  }
   if (!peers && a.input.size(1) > 0) {
     check_more_than_one_value(a.input, a.input.numel() / a.input.size(1));
   }
@@ -108,16 +112,10 @@ Peers checked_peers(const BackwardArguments& a) {
 }
 
 void check_more_than_one_value(const at::Tensor& input, int64_t values_over_all_ranks) {
-  if (values_over_all_ranks == 1) {
-    PlainText sizes;
-    for (int64_t d = 0; d < input.dim(); ++d) {
-      sizes << (d == 0 ? "" : ", ") << input.size(d);
-    }
-    TORCH_CHECK_VALUE(false,
-                      "Expected more than 1 value per channel when training, got input size "
-                      "torch.Size([",
-                      sizes.str(), "])");
-  }
+  TORCH_CHECK_VALUE(values_over_all_ranks != 1,
+                    "Expected more than 1 value per channel when training, got input size "
+                    "torch.Size([",
+                    c10::Join(", ", input.sizes()), "])");
 }
 
 at::Tensor in_layout(const at::Tensor& input) {

@@ -24,10 +24,6 @@ namespace {
 using torch::nn::AnyModule;
 using torch::nn::Module;
 
-[[noreturn]] void refuse(const std::string& path, const std::string& why) {
-  throw InvalidArgument("cannot replace module '" + path + "': " + why);
-}
-
 /// If `module` is one of torch's batch norms, or of a class derived from one, calls f with it as
 /// the former and returns true.
 template <typename F>
@@ -97,15 +93,17 @@ void convert_sync_batch_norm(Module& model, const c10::intrusive_ptr<c10d::Proce
       const std::string name = path.empty() ? child.key() : path + "." + child.key();
       visit_batch_norm(*child.value(), [&](const auto& from) {
         if (!is_container(parent)) {
-          refuse(name,
-                 "its parent module holds it as a typed member; declare that member as "
-                 "apex::parallel::SyncBatchNorm, or as a torch::nn::Sequential with the BatchNorm "
-                 "in it.");
+          throw InvalidArgument(
+              "cannot replace module '" + name +
+              "': its parent module holds it as a typed member; declare that member as "
+              "apex::parallel::SyncBatchNorm, or as a torch::nn::Sequential with the BatchNorm "
+              "in it.");
         }
         if (typeid(from) != typeid(std::decay_t<decltype(from)>)) {
-          refuse(name,
-                 "its class is derived from a batch norm, and conversion would lose its own "
-                 "behaviour; replace it manually, or by a torch::nn::BatchNorm.");
+          throw InvalidArgument(
+              "cannot replace module '" + name +
+              "': its class is derived from a batch norm, and conversion would lose its own "
+              "behaviour; replace it manually, or by a torch::nn::BatchNorm.");
         }
         if (made.count(&from) != 0) return;
         SyncBatchNormOptions options(from.options.num_features());

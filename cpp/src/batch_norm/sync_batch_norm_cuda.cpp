@@ -9,8 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <map>
-#include <mutex>
+#include <algorithm>
 
 #include "batch_norm/sync_batch_norm_ops.h"
 #include "kernels/batch_norm_cuda.h"
@@ -19,44 +18,18 @@ namespace apex::parallel::detail {
 namespace {
 
 kernels::DeviceLimits device_limits(c10::DeviceIndex device) {
-  static std::mutex mutex;
-  static std::map<c10::DeviceIndex, kernels::DeviceLimits> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(device);
-  if (found == known.end()) {
-    kernels::DeviceLimits limits{};
-    C10_CUDA_CHECK(
-        cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&limits.threads_per_multiprocessor,
-                                          cudaDevAttrMaxThreadsPerMultiProcessor, device));
-    found = known.emplace(device, limits).first;
-  }
-  return found->second;
-}
-
-kernels::ElementType element_type(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return kernels::ElementType::kFloat32;
-    case at::kDouble:
-      return kernels::ElementType::kFloat64;
-    case at::kHalf:
-      return kernels::ElementType::kFloat16;
-    case at::kBFloat16:
-      return kernels::ElementType::kBFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "apex sync batch norm: the input is ", tensor.scalar_type(),
-                       "; it takes float16, bfloat16, float32 and float64.");
-  }
+  kernels::DeviceLimits limits{};
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&limits.threads_per_multiprocessor,
+                                        cudaDevAttrMaxThreadsPerMultiProcessor, device));
+  return limits;
 }
 
 bool is_aligned(std::initializer_list<const void*> pointers) {
-  for (const void* pointer : pointers) {
-    if (reinterpret_cast<uintptr_t>(pointer) % kernels::kLoadBytes != 0) {
-      return false;
-    }
-  }
-  return true;
+  return std::all_of(pointers.begin(), pointers.end(), [](const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % kernels::kLoadBytes == 0;
+  });
 }
 
 /// A tensor [C] as the kernels take it: contiguous, float32 or float64.
@@ -90,7 +63,7 @@ struct Prepared {
 };
 
 Prepared prepare(const at::Tensor& x, const Sizes& sizes, bool aligned) {
-  Prepared p{{element_type(x), sizes.rows, sizes.planes, aligned, device_limits(x.get_device()),
+  Prepared p{{x.scalar_type(), sizes.rows, sizes.planes, aligned, device_limits(x.get_device()),
               c10::cuda::getCurrentCUDAStream().stream(), nullptr},
              {}};
   p.partial = at::empty({kernels::partial_length(p.call)}, x.options().dtype(at::kDouble));

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Schemas of torch.ops.apex.*, C++ calls of these operators, their fake (Meta) kernels, and the
-// registration of all_reduce_sum, which is the same on every device.
+// Schemas of torch.ops.apex.*, C++ calls of these operators, and their fake (Meta) and CPU kernels.
 
 #include "batch_norm/sync_batch_norm_ops.h"
 
@@ -28,9 +27,6 @@ constexpr const char* kBackward =
     "Tensor invstd, Tensor count, bool[3] needs, str group_name, str layer='') "
     "-> (Tensor, Tensor, Tensor)";
 
-constexpr const char* kAllReduceSum =
-    "all_reduce_sum(Tensor tensor, str group_name, str layer='') -> Tensor";
-
 template <typename Signature>
 auto find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -54,10 +50,6 @@ BackwardResult backward_fake(const BackwardArguments& a) {
           parameter(a.needs[1]), parameter(a.needs[2])};
 }
 
-at::Tensor all_reduce_sum_fake(const at::Tensor& tensor, c10::string_view, c10::string_view) {
-  return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
-}
-
 }  // namespace
 
 ForwardResult call(const ForwardArguments& a) {
@@ -74,12 +66,6 @@ BackwardResult call(const BackwardArguments& a) {
                  a.layer);
 }
 
-at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
-                               c10::string_view layer) {
-  static const auto op = find_operator<decltype(all_reduce_sum_fake)>("apex::all_reduce_sum");
-  return op.call(tensor, group_name, layer);
-}
-
 }  // namespace apex::parallel::detail
 
 TORCH_LIBRARY_FRAGMENT(apex, m) {
@@ -87,7 +73,6 @@ TORCH_LIBRARY_FRAGMENT(apex, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(kForward, tags);
   m.def(kBackward, tags);
-  m.def(kAllReduceSum, tags);
   // Converts a process group of Python to the name that the operators take.
   m.def("process_group_name(__torch__.torch.classes.c10d.ProcessGroup group) -> str",
         &apex::parallel::process_group_name);
@@ -97,16 +82,10 @@ TORCH_LIBRARY_IMPL(apex, Meta, m) {
   using namespace apex::parallel::detail;
   m.impl("sync_batch_norm", &forward_kernel<&forward_fake>);
   m.impl("sync_batch_norm_backward", &backward_kernel<&backward_fake>);
-  m.impl("all_reduce_sum", &all_reduce_sum_fake);
 }
 
 TORCH_LIBRARY_IMPL(apex, CPU, m) {
   using namespace apex::parallel::detail;
   m.impl("sync_batch_norm", &forward_kernel<&forward_composed>);
   m.impl("sync_batch_norm_backward", &backward_kernel<&backward_composed>);
-  m.impl("all_reduce_sum", &all_reduce_sum);
-}
-
-TORCH_LIBRARY_IMPL(apex, CUDA, m) {
-  m.impl("all_reduce_sum", &apex::parallel::detail::all_reduce_sum);
 }

@@ -88,23 +88,32 @@ BackwardResult backward_kernel(const at::Tensor& grad_output, const at::Tensor& 
 /// Call the operators through the dispatcher.
 ForwardResult call(const ForwardArguments& a);
 BackwardResult call(const BackwardArguments& a);
-at::Tensor call_all_reduce_sum(const at::Tensor& tensor, c10::string_view group_name,
-                               c10::string_view layer);
 
-/// The operators from ATen's batch norm, for any device.
+/// all_reduce_sum() with autograd.
+at::Tensor differentiable_sum(const at::Tensor& tensor, c10::string_view group_name,
+                              c10::string_view layer);
+
+/// The operators without CUDA kernels, for any device.
 ForwardResult forward_composed(const ForwardArguments& a);
 BackwardResult backward_composed(const BackwardArguments& a);
+
+/// The backward by differentiable operators. With `eps`, the statistics are functions of the input,
+/// which takes two more collectives.
+BackwardResult backward_formula(const BackwardArguments& a, std::optional<double> eps);
 
 /// Throws a ValueError or a TypeError for arguments that the operators do not support. The kernels
 /// rely on these checks. Also works on fake tensors.
 void check(const ForwardArguments& a);
 void check(const BackwardArguments& a);
 
+/// The type in which elements of `input` are computed.
+inline at::ScalarType computing_type(const at::Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 /// The options of the gradients of weight and bias: the weight's, or the computing type.
 inline at::TensorOptions parameter_options(const BackwardArguments& a) {
-  return present(a.weight) ? a.weight->options()
-                           : a.input.options().dtype(
-                                 a.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return present(a.weight) ? a.weight->options() : a.input.options().dtype(computing_type(a.input));
 }
 
 /// Checks the arguments and returns the ranks to synchronize with. If a check of a forward fails,
@@ -131,34 +140,6 @@ struct Sizes {
 }  // namespace apex::parallel::detail
 
 namespace apex::parallel {
-
-/// Arguments of sync_batch_norm besides the input. Undefined tensors are absent.
-struct SyncBatchNormArguments {
-  at::Tensor z;                    // added before the ReLU; shape and dtype of the input
-  at::Tensor weight;               // [C], 1 if absent
-  at::Tensor bias;                 // [C], 0 if absent
-  at::Tensor running_mean;         // [C], updated in place in training
-  at::Tensor running_var;          // [C], updated in place with the unbiased variance
-  at::Tensor num_batches_tracked;  // one number of any type that counts training batches
-  // Weight of this batch. nullopt: average over all batches that num_batches_tracked counts;
-  // without num_batches_tracked, as in torch, the running statistics do not change.
-  std::optional<double> momentum = 0.1;
-  double eps = 1e-5;
-  bool channel_last = false;
-  bool fuse_relu = false;
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // null: this rank alone
-  std::string layer_name;  // for errors, and to detect ranks that are in different layers
-};
-
-/// Normalizes by the statistics of this batch over all ranks and updates the running ones. Without
-/// `training` it normalizes by the running statistics, or without them by those of its own batch,
-/// and does not communicate. Throws apex::InvalidArgument if there is only one value per channel in
-/// total (on CUDA with a process group the host cannot know this, and the running statistics do not
-/// change instead), for fewer than two dimensions, for per-channel tensors or a z that do not fit,
-/// for other dtypes, and for an undefined input. Throws apex::Error if a transform of torch.func or
-/// a forward-mode derivative is used with several ranks or in training on CUDA.
-APEX_API at::Tensor sync_batch_norm(const at::Tensor& input,
-                                    const SyncBatchNormArguments& arguments, bool training = true);
 
 /// The name by which operators (torch.ops.apex.*) find `group`. This is the group's own name, which
 /// is registered here if c10d does not know it, or another name if c10d has another group of that

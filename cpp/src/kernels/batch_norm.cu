@@ -33,22 +33,20 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 template <typename F>
-int visit(ElementType type, F&& f) {
+int visit(c10::ScalarType type, F&& f) {
   switch (type) {
-    case ElementType::kFloat32:
+    case c10::ScalarType::Float:
       return f(float{});
-    case ElementType::kFloat64:
+    case c10::ScalarType::Double:
       return f(double{});
-    case ElementType::kFloat16:
+    case c10::ScalarType::Half:
       return f(c10::Half{});
     default:
       return f(c10::BFloat16{});
   }
 }
 
-int element_bytes(ElementType type) {
-  return type == ElementType::kFloat64 ? 8 : (type == ElementType::kFloat32 ? 4 : 2);
-}
+int element_bytes(c10::ScalarType type) { return static_cast<int>(c10::elementSize(type)); }
 
 /// Returns f(T, std::integral_constant<vector width>) for the width that the plans choose.
 template <typename F>

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 
 #include "batch_norm_index.h"
 #include "batch_norm_math.h"
-#include "host_device.h"
 
 /// CUDA launches of batch norm on raw device pointers and a stream, without torch's tensors.
 ///
@@ -15,8 +16,6 @@
 /// returned as cudaError_t (0 is success). Thread safe for different streams and work areas.
 
 namespace apex::kernels {
-
-enum class ElementType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 /// A contiguous array of one value per channel, in float32 or float64, or none. The type is a
 /// run-time value, because elements are read and written only once per channel.
@@ -36,7 +35,7 @@ struct ChannelArray {
 
 /// The arguments of all four launches. `rows` selects channels last, with batch * plane rows.
 struct CudaCall {
-  ElementType type;
+  c10::ScalarType type;  // of elements: float32, float64, float16 or bfloat16
   bool rows;
   Planes sizes;
   bool aligned;  // every element pointer of the call is a multiple of 16 bytes

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "batch_norm_cuda.h"
 
 /// Device functions that the CUDA kernels share: loads, block reductions, and the arithmetic per
@@ -25,17 +27,9 @@ __device__ __forceinline__ void store(T* p, const Packed<T, kVector>& packed) {
   *reinterpret_cast<Packed<T, kVector>*>(p) = packed;
 }
 
+/// The type in which elements are computed.
 template <typename T>
-struct ElementwiseType {
-  using type = float;
-};
-template <>
-struct ElementwiseType<double> {
-  using type = double;
-};
-
-template <typename T>
-using Acc = typename ElementwiseType<T>::type;
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename T>
 __device__ __forceinline__ Acc<T> widen(T value) {
@@ -81,6 +75,14 @@ template <typename A>
 __device__ __forceinline__ Sums to_moments(A mean, A m2, A count) {
   const double sum = static_cast<double>(mean) * static_cast<double>(count);
   return {sum, static_cast<double>(m2) + sum * static_cast<double>(mean)};
+}
+
+/// What one thread of the statistics launch does besides.
+__device__ __forceinline__ void begin_record(double* record, int64_t channels, int64_t count,
+                                             int64_t* num_batches) {
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  record[2 * channels] = static_cast<double>(count);
+  if (num_batches != nullptr) *num_batches += 1;
 }
 
 /// Writes one channel's mean and m2.

@@ -4,7 +4,12 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "host_device.h"
+/// Marks functions that the CUDA kernels share with the host and its unit tests.
+#if defined(__CUDACC__)
+#define APEX_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define APEX_HOST_DEVICE inline
+#endif
 
 /// Launch geometry of the CUDA kernels: how blocks and threads divide the elements. The host code
 /// that plans and the device code that indexes are both here, without CUDA, so that host tests can

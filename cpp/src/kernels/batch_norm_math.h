@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "host_device.h"
+#include "batch_norm_index.h"
 
 /// Per-channel arithmetic of batch norm (S. Ioffe and C. Szegedy, "Batch Normalization", 2015,
 /// algorithm 1 and the gradients of section 3), for the CUDA kernels. The arithmetic per channel is

@@ -27,12 +27,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t channel = blockIdx.x / plan.splits;
   const int split = static_cast<int>(blockIdx.x % plan.splits);
   const int64_t channels = plan.sizes.channels;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    record[2 * channels] = static_cast<double>(plan.sizes.batch * plan.sizes.plane);
-    if (num_batches != nullptr) {
-      *num_batches += 1;
-    }
-  }
+  begin_record(record, channels, plan.sizes.batch * plan.sizes.plane, num_batches);
   // All values are taken relative to the channel's first value, so that a large mean costs no
   // digits.
   const A origin = plan.units > 0 ? widen(x[channel * plan.sizes.plane]) : A(0);

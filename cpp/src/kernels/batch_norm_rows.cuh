@@ -78,12 +78,7 @@ __global__ void __launch_bounds__(kRowsThreads)
                            double* __restrict__ record, int64_t* num_batches) {
   using A = Acc<T>;
   const RowsPlace place(plan, blockIdx.x);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    record[2 * plan.channels] = static_cast<double>(plan.rows);
-    if (num_batches != nullptr) {
-      *num_batches += 1;
-    }
-  }
+  begin_record(record, plan.channels, plan.rows, num_batches);
   A origin[kVector];
   A mean[kVector] = {};
   A m2[kVector] = {};

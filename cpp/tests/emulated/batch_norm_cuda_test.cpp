@@ -86,22 +86,22 @@ template <typename T>
 struct Traits;
 template <>
 struct Traits<float> {
-  static constexpr ElementType kElement = ElementType::kFloat32;
+  static constexpr c10::ScalarType kElement = c10::ScalarType::Float;
   static constexpr double kUnit = 0x1p-24, kRounding = 0x1p-24, kTiny = 0;
 };
 template <>
 struct Traits<double> {
-  static constexpr ElementType kElement = ElementType::kFloat64;
+  static constexpr c10::ScalarType kElement = c10::ScalarType::Double;
   static constexpr double kUnit = 0x1p-53, kRounding = 0x1p-53, kTiny = 0;
 };
 template <>
 struct Traits<c10::Half> {
-  static constexpr ElementType kElement = ElementType::kFloat16;
+  static constexpr c10::ScalarType kElement = c10::ScalarType::Half;
   static constexpr double kUnit = 0x1p-11, kRounding = 0x1p-24, kTiny = 0x1p-25;
 };
 template <>
 struct Traits<c10::BFloat16> {
-  static constexpr ElementType kElement = ElementType::kBFloat16;
+  static constexpr c10::ScalarType kElement = c10::ScalarType::BFloat16;
   static constexpr double kUnit = 0x1p-8, kRounding = 0x1p-24, kTiny = 0;
 };
 

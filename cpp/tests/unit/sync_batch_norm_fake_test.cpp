@@ -13,12 +13,11 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <apex/error.h>
+#include <apex/parallel/sync_batch_norm.h>
 #include <support/cuda_emulator/cuda_emulator.h>
 #include <support/fake_capture.h>
 #include <support/fake_device.h>
 #include <support/fake_group.h>
-
-#include "batch_norm/sync_batch_norm_ops.h"
 
 // The CUDA operators of batch norm, with emulated kernels, on the fake device. Results equal the
 // CPU's, streams are ordered, the host never waits, and launches are counted.
@@ -26,7 +25,7 @@
 namespace apex::testing {
 namespace {
 
-using parallel::SyncBatchNormArguments;
+using parallel::SyncBatchNormOptions;
 using Strings = std::vector<std::string>;
 
 constexpr int kWorld = 2;
@@ -57,14 +56,10 @@ struct Layer {
     return all;
   }
 
-  SyncBatchNormArguments arguments() const {
-    SyncBatchNormArguments a;
-    a.weight = weight;
-    a.bias = bias;
-    a.running_mean = running_mean;
-    a.running_var = running_var;
-    a.num_batches_tracked = num_batches;
-    return a;
+  at::Tensor forward(const SyncBatchNormOptions& options) const {
+    return parallel::SyncBatchNormImpl(options, weight, bias, running_mean, running_var,
+                                       num_batches)
+        .forward(x);
   }
 };
 
@@ -74,15 +69,19 @@ struct Results {
   std::vector<at::Tensor> gradients;
 };
 
-Results run(Layer& layer, const SyncBatchNormArguments& arguments) {
-  std::vector<at::Tensor> inputs;
-  SyncBatchNormArguments a = arguments;
-  layer.x.requires_grad_();
-  inputs.push_back(layer.x);
-  for (at::Tensor* tensor : {&a.weight, &a.bias}) {
+/// The number of channels in the options is not used, since the tensors are given.
+const SyncBatchNormOptions kDefault(1);
+
+SyncBatchNormOptions with_mirrors(int ranks = kWorld) {
+  return SyncBatchNormOptions(1).process_group(fake::make_mirror_group(ranks, "wire"));
+}
+
+Results run(Layer& layer, const SyncBatchNormOptions& options) {
+  std::vector<at::Tensor> inputs{layer.x.requires_grad_()};
+  for (at::Tensor* tensor : {&layer.weight, &layer.bias}) {
     if (tensor->defined()) inputs.push_back(tensor->requires_grad_());
   }
-  const at::Tensor y = parallel::sync_batch_norm(layer.x, a);
+  const at::Tensor y = layer.forward(options);
   return {y.detach(), torch::autograd::grad({y}, inputs, {layer.dy})};
 }
 
@@ -160,12 +159,11 @@ TEST_P(SyncBatchNormFakeCases, ForwardAndBackward_EqualTheCpus) {
     ASSERT_FALSE(device.x.is_contiguous());
   }
   Layer whole = host.whole(grouped ? kWorld : 1);
-  SyncBatchNormArguments on_device = device.arguments(), on_host = whole.arguments();
-  for (SyncBatchNormArguments* a : {&on_device, &on_host}) {
-    a->channel_last = memory == Memory::kChannelLast;
-    if (grouped) a->momentum = std::nullopt;
+  SyncBatchNormOptions on_device = grouped ? with_mirrors() : kDefault, on_host = kDefault;
+  for (SyncBatchNormOptions* options : {&on_device, &on_host}) {
+    options->channel_last(memory == Memory::kChannelLast);
+    if (grouped) options->momentum(std::nullopt);
   }
-  if (grouped) on_device.process_group = fake::make_mirror_group(kWorld, "wire");
 
   const int64_t launches = cuda::launches();
   const Results got = run(device, on_device);
@@ -211,11 +209,10 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_F(SyncBatchNormFake, Step_WithAGroup_TakesTwoLaunchesAndOneCollectivePerDirection) {
   Layer layer = move(make(at::kFloat, {4, 6, 7, 7}, 6));
-  SyncBatchNormArguments arguments = layer.arguments();
-  arguments.process_group = fake::make_mirror_group(kWorld, "wire");
+  const SyncBatchNormOptions options = with_mirrors();
   layer.x.requires_grad_();
   fake::detector().reset();
-  const at::Tensor y = parallel::sync_batch_norm(layer.x, arguments);
+  const at::Tensor y = layer.forward(options);
   EXPECT_EQ(fake::detector().operations(), 3);
   y.backward(layer.dy);
   EXPECT_EQ(fake::detector().operations(), 6);
@@ -226,7 +223,7 @@ TEST_F(SyncBatchNormFake, NothingOptional_IsPlainNormalization) {
   host.x = at::randn({5, 3, 4});
   host.dy = at::randn({5, 3, 4});
   Layer device = move(host);
-  const Results got = run(device, {}), want = run(host, {});
+  const Results got = run(device, kDefault), want = run(host, kDefault);
   expect_close(got.y, want.y, 1e-6, "y");
   expect_close(got.gradients[0], want.gradients[0], 1e-6, "dx");
 }
@@ -245,9 +242,8 @@ TEST_F(SyncBatchNormFake, StridedParametersAndOtherCounters_EqualTheCpus) {
       ASSERT_EQ(tensor->stride(0), 2);
     }
   }
-  SyncBatchNormArguments on_device = device.arguments(), on_host = host.arguments();
-  on_device.momentum = on_host.momentum = std::nullopt;
-  const Results got = run(device, on_device), want = run(host, on_host);
+  const auto options = SyncBatchNormOptions(1).momentum(std::nullopt);
+  const Results got = run(device, options), want = run(host, options);
   expect_close(got.y, want.y, 1e-6, "y");
   for (size_t i = 0; i < want.gradients.size(); ++i) {
     expect_close(got.gradients[i], want.gradients[i], 4e-6, "gradient " + std::to_string(i));
@@ -262,10 +258,9 @@ TEST_F(SyncBatchNormFake, OnlyTheWeightsGradient_IsRight) {
   const Layer host = make(at::kFloat, {5, 4, 9}, 4);
   std::vector<at::Tensor> found;
   for (const Layer& layer : {host, move(host)}) {
-    SyncBatchNormArguments a = layer.arguments();
-    a.weight.requires_grad_();
+    layer.weight.requires_grad_();
     found.push_back(
-        torch::autograd::grad({parallel::sync_batch_norm(layer.x, a)}, {a.weight}, {layer.dy})[0]);
+        torch::autograd::grad({layer.forward(kDefault)}, {layer.weight}, {layer.dy})[0]);
   }
   expect_close(found[1], found[0], 1e-6, "dweight");
 }
@@ -276,9 +271,7 @@ TEST_F(SyncBatchNormFake, NoElements_GiveNone) {
     Layer layer;
     layer.x = on_device(at::empty(shape));
     layer.dy = on_device(at::empty(shape));
-    SyncBatchNormArguments a;
-    a.process_group = fake::make_mirror_group(kWorld, "wire");
-    const Results results = run(layer, a);
+    const Results results = run(layer, with_mirrors());
     EXPECT_EQ(results.y.sizes().vec(), shape);
     EXPECT_EQ(results.gradients[0].sizes().vec(), shape);
   }
@@ -287,24 +280,22 @@ TEST_F(SyncBatchNormFake, NoElements_GiveNone) {
 TEST_F(SyncBatchNormFake, OneValueInAll_RaisesWithoutAGroup) {
   Layer layer;
   layer.x = on_device(at::ones({1, 3}));
-  EXPECT_THROW(parallel::sync_batch_norm(layer.x, {}), apex::InvalidArgument);
+  EXPECT_THROW(layer.forward(kDefault), apex::InvalidArgument);
 }
 
 TEST_F(SyncBatchNormFake, SecondDerivative_EqualsTheCpus) {
   for (const int ranks : {1, kWorld}) {
     const Layer host = make(at::kDouble, {4, 3, 5}, 3);
     const Layer device = move(host);
-    const auto derivative = [](const Layer& layer, const SyncBatchNormArguments& arguments) {
+    const auto derivative = [](const Layer& layer, const SyncBatchNormOptions& options) {
       const at::Tensor x = layer.x.requires_grad_();
-      const at::Tensor y = parallel::sync_batch_norm(x, arguments);
+      const at::Tensor y = layer.forward(options);
       const at::Tensor dx = torch::autograd::grad({y}, {x}, {layer.dy}, true, true)[0];
       return torch::autograd::grad({dx.pow(2).sum()}, {x})[0];
     };
-    SyncBatchNormArguments arguments = device.arguments();
-    if (ranks > 1) arguments.process_group = fake::make_mirror_group(ranks, "wire");
-    const Layer whole = host.whole(ranks);
-    const at::Tensor want = derivative(whole, whole.arguments()).narrow(0, 0, 4);
-    expect_close(derivative(device, arguments), want, 1e-12, "second derivative");
+    const SyncBatchNormOptions options = ranks > 1 ? with_mirrors(ranks) : kDefault;
+    const at::Tensor want = derivative(host.whole(ranks), kDefault).narrow(0, 0, 4);
+    expect_close(derivative(device, options), want, 1e-12, "second derivative");
   }
 }
 
@@ -312,12 +303,11 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
   for (const bool rows : {false, true}) {
     const auto shape = rows ? std::vector<int64_t>{40, 6} : std::vector<int64_t>{4, 6, 9};
     Layer device = move(make(at::kFloat, shape, 6));
-    SyncBatchNormArguments arguments = device.arguments();
-    arguments.process_group = fake::make_mirror_group(kWorld, "wire");
-    run(device, arguments);
+    const SyncBatchNormOptions options = with_mirrors();
+    run(device, options);
     fake::Graph graph;
     graph.begin(fake::current_stream());
-    const Results results = run(device, arguments);
+    const Results results = run(device, options);
     graph.end();
     EXPECT_EQ(graph.errors(), Strings{});
     EXPECT_EQ(graph.size(), 2u * 3) << "two launches and a collective each way";
@@ -330,7 +320,7 @@ TEST_F(SyncBatchNormFake, CapturedStep_Replays_EqualTheCpus) {
       }
       graph.replay();
       Layer whole = host.whole(kWorld);
-      const Results want = run(whole, whole.arguments());
+      const Results want = run(whole, kDefault);
       expect_close(results.y, want.y.narrow(0, 0, shape[0]), 1e-6, "y");
       expect_close(results.gradients[0], want.gradients[0].narrow(0, 0, shape[0]), 1e-6, "dx");
       expect_close(results.gradients[1], want.gradients[1].div(kWorld), 1e-6, "dweight");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The C++ interface: functional calls, module and conversion, with ranks as threads.
+// The C++ interface: module and conversion, with ranks as threads.
 
 #include <apex/error.h>
 #include <apex/parallel/sync_batch_norm.h>
@@ -75,9 +75,8 @@ TEST(SyncBatchNorm, Forward_ThreeUnevenRanks_EqualsWholeBatch) {
 TEST(SyncBatchNorm, Exchanges_AreAskedForOnTheCurrentStream) {
   const auto control = ThreadBackendControl::create(2);
   run_ranks(control, [&](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-    SyncBatchNormArguments arguments;
-    arguments.process_group = group;
-    sync_batch_norm(torch::randn({4, 3}).requires_grad_(), arguments).square().sum().backward();
+    SyncBatchNorm module(SyncBatchNormOptions(3).process_group(group));
+    module(torch::randn({4, 3}).requires_grad_()).square().sum().backward();
     const auto log = control->log(rank);
     ASSERT_EQ(log.size(), 2U);
     EXPECT_EQ(log[0].op, "_allgather_base");
@@ -90,10 +89,9 @@ TEST(SyncBatchNorm, Exchanges_AreAskedForOnTheCurrentStream) {
 
 TEST(SyncBatchNorm, Forward_OneValueInAll_ThrowsInvalidArgumentOnEveryRank) {
   run_ranks(2, [](int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-    SyncBatchNormArguments arguments;
-    arguments.process_group = group;
-    EXPECT_THROW(sync_batch_norm(torch::randn({rank, 3}), arguments), InvalidArgument);
-    EXPECT_NO_THROW(sync_batch_norm(torch::randn({1, 3}), arguments));
+    SyncBatchNorm module(SyncBatchNormOptions(3).process_group(group));
+    EXPECT_THROW(module(torch::randn({rank, 3})), InvalidArgument);
+    EXPECT_NO_THROW(module(torch::randn({1, 3})));
   });
 }
 

@@ -8,8 +8,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <map>
-#include <mutex>
 #include <utility>
 
 #include "batch_norm/sync_batch_norm_ops.h"
@@ -18,7 +16,3 @@
 #define CUDA PrivateUse1
 #include "batch_norm/sync_batch_norm_cuda.cpp"
 #undef CUDA
-
-TORCH_LIBRARY_IMPL(apex, PrivateUse1, m) {
-  m.impl("all_reduce_sum", &apex::parallel::detail::all_reduce_sum);
-}
