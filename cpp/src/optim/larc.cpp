@@ -3,12 +3,12 @@
 
 #include <cmath>
 #include <map>
-#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/optim.h>
 
 #include <apex/error.h>
@@ -64,19 +64,15 @@ void adapt_alike(const Tensors& params, const Tensors& grads, double lr, double 
   if (!wide[0].is_same(grads[0])) at::_foreach_copy_(grads, wide);
 }
 
-void require(double value, bool good, const char* name, const char* range) {
-  if (good && std::isfinite(value)) return;
-  throw InvalidArgument(std::string("LARC: ") + name + " is " + std::to_string(value) +
-                        "; it must be finite and " + range + ".");
-}
-
 }  // namespace
 
 LARC::LARC(Optimizer& optimizer, const LARCOptions& options)
     : optimizer_(optimizer), options_(options) {
-  const double trust = options.trust_coefficient();
-  require(trust, trust > 0, "trust_coefficient", "positive");
-  require(options.eps(), options.eps() >= 0, "eps", "not negative");
+  const double trust = options.trust_coefficient(), eps = options.eps();
+  if (trust > 0 && std::isfinite(trust) && eps >= 0 && std::isfinite(eps)) return;
+  throw InvalidArgument("LARC: trust_coefficient is " + std::to_string(trust) + " and eps is " +
+                        std::to_string(eps) +
+                        "; both must be finite, the former positive and the latter not negative.");
 }
 
 at::Tensor LARC::step(const Optimizer::LossClosure& closure) {
@@ -85,19 +81,17 @@ at::Tensor LARC::step(const Optimizer::LossClosure& closure) {
     double* const place = weight_decay_of(group);
     decays.emplace_back(place, place ? std::exchange(*place, 0) : 0);
   }
-  const auto restore = [](auto* all) {
-    for (const auto& [place, value] : *all) {
+  const auto restore = c10::make_scope_exit([&decays] {
+    for (const auto& [place, value] : decays) {
       if (place) *place = value;
     }
-  };
-  std::unique_ptr<decltype(decays), decltype(restore)> guard(&decays, restore);
+  });
   if (!closure) adapt(decays);
-  at::Tensor loss = !closure ? optimizer_.step() : optimizer_.step([&] {
+  return !closure ? optimizer_.step() : optimizer_.step([&] {
     at::Tensor evaluated = closure();
     adapt(decays);
     return evaluated;
   });
-  return loss;
 }
 
 void LARC::adapt(const std::vector<std::pair<double*, double>>& decays) {
