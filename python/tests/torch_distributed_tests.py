@@ -74,9 +74,15 @@ def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bo
 def run_on_apex() -> None:
     os.environ["BACKEND"] = torch_tests.BACKEND = AsGloo("apex")
     dist.monitored_barrier = monitored_barrier
-    # Names in a profile: operations that Gloo carries keep Gloo's names, such as SEND_RECV_....
-    if os.environ.get("APEX_HOST_CHANNEL") != "0":
-        torch_tests.PROFILING_SUPPORTED_BACKENDS.append("apex")
+    # Names in a profile: operations that Gloo carries keep Gloo's names.
+    torch_tests.PROFILING_SUPPORTED_BACKENDS.append("apex")
+    events = torch_tests.get_profiling_event
+
+    def events_of_both(name: str, *arguments: Any, **options: Any) -> Any:
+        found = events(name, *arguments, **options)
+        return found or events(name.replace("apex:", "gloo:"), *arguments, **options)
+
+    torch_tests.get_profiling_event = events_of_both
 
 
 class Tests(torch_tests.TestDistBackend, torch_tests.DistributedTest._DistTestBase):
