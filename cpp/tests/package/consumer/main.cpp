@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A consumer program: calls the library, catches its errors, and prints what consume.cmake looks
+// A consumer program: calls the library, catches its errors, and prints what the test looks
 // for. Few headers, so that it builds in a second or two.
 
 #include <cstdio>
