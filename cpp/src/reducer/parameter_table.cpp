@@ -190,11 +190,6 @@ std::vector<bool> ParameterTable::trained() const {
   return result;
 }
 
-bool ParameterTable::trains_any() const {
-  const std::vector<bool> each = trained();
-  return std::find(each.begin(), each.end(), true) != each.end();
-}
-
 void ParameterTable::retire() {
   retired_.store(true);
   for (Parameter& parameter : parameters_) {

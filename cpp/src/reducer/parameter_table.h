@@ -148,9 +148,8 @@ class ParameterTable {
   void own_all();
   bool owns(const Parameter& parameter) const;
   bool owns_any() const;
-  /// Whether each parameter, or any, is trainable now and owned by this reducer.
+  /// Whether each parameter is trainable now and owned by this reducer.
   std::vector<bool> trained() const;
-  bool trains_any() const;
   /// The reducer is destroyed, and only graphs of its outputs refer to it. Other reducers may take
   /// its parameters.
   void retire();

@@ -243,8 +243,9 @@ void ReducerCore::begin(const std::shared_ptr<BackwardSession>& session) {
   forget_cleared_weights();
   if (!synchronizing_.load()) {
     // Samples that reach a frozen discriminator are not one of its batches.
-    if (context().options.weighted && context().parameters.trains_any())
-      weigh_local_backward(*session);
+    if (!context().options.weighted) return;
+    const std::vector<bool> each = context().parameters.trained();
+    if (std::find(each.begin(), each.end(), true) != each.end()) weigh_local_backward(*session);
     return;
   }
   // Another reducer may own all parameters: see Note [One parameter, one reducer]. A rank with only
