@@ -203,7 +203,9 @@ class Machine(Steps):
         for m, net in enumerate(self.models):
             kind, parameters = self.kinds[m], plain_parameters(net)
             sparse = net.has("sparse")
-            if kind == "sgd" or sparse or any(p.is_complex() for p in parameters):
+            # The epsilon of AdamW is 0 in float16.
+            not_adam = any(p.is_complex() or p.dtype == torch.float16 for p in parameters)
+            if kind == "sgd" or sparse or not_adam:
                 momentum = 0.0 if sparse else 0.9
                 self.optimizers[m] = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
             else:
