@@ -84,7 +84,7 @@ bool uses_sockets(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return false;
   if (const auto host = host_backend_of(group)) return !host->shares_memory();
   return has_backend(group, at::kCPU) &&
-         distributed::gloo_timeout(*group.getBackend(at::kCPU)).has_value();
+         distributed::gloo_options(*group.getBackend(at::kCPU)) != nullptr;
 }
 
 /// Runs a collective. A difference between ranks that the channel finds is a RankMismatch.

@@ -36,6 +36,10 @@ inline constexpr const char* kLookAtOthers =
 inline constexpr const char* kFixHook =
     "fix the hook, then restart with a new process group and a new wrapper";
 
+/// The message of a hook's error, for the other ranks. Empty if the hook has failed because of its
+/// connections to them: over Gloo, another rank is the reason.
+std::string own_cause(const std::exception_ptr& cause);
+
 /// After a failure on this rank, other ranks may still wait in the collective that failed. They
 /// would take a later one for it.
 /// @throws CommunicationError if has_failed(group).
@@ -95,11 +99,6 @@ template <typename Issue>
 void run_collective(const std::string& what, const c10d::ProcessGroup& group, Issue&& issue) {
   if (const c10::intrusive_ptr<c10d::Work> work = issue()) wait_collective(work, what, group);
 }
-
-/// Broadcasts `parts`, flat byte tensors on one device, in one message, and waits. Returns which
-/// parts this rank has written: on the CPU, the parts whose bytes differ from the root's.
-std::vector<bool> broadcast_changes(const std::string& what, c10d::ProcessGroup& group,
-                                    const std::vector<at::Tensor>& parts, int64_t root);
 
 /// Waits until `ended_within(slice)` returns true. For joint work of the ranks of `group` that is
 /// not a collective, such as connecting, when no connection exists yet that would break if a rank

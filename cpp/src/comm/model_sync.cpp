@@ -14,6 +14,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/accumulate.h>
 
 #include <apex/error.h>
 
@@ -252,12 +253,48 @@ void overwrite(at::Tensor target, at::Tensor values) {
   target.copy_(values);
 }
 
+/// Broadcasts flat byte tensors on one device in one message. Returns which of them have changed.
+std::vector<bool> broadcast_pieces(const std::vector<at::Tensor>& pieces, const GroupPtr& group,
+                                   int64_t root, const std::string& what) {
+  const bool receives = group->getRank() != root;
+  std::vector<int64_t> lengths;
+  for (const at::Tensor& piece : pieces) lengths.push_back(piece.numel());
+  const at::Tensor flat = receives
+                              ? at::empty({c10::sum_integers(lengths)}, pieces.front().options())
+                          : pieces.size() == 1 ? pieces[0]
+                                               : at::cat(pieces);
+  run_collective(what, *group, [&] { return issue_broadcast(what, *group, flat, root); });
+  std::vector<bool> changed(pieces.size(), receives);
+  if (!receives) return changed;
+  if (!flat.is_cpu()) {
+    const c10::InferenceMode any;  // for tensors created in inference mode
+    at::_foreach_copy_(pieces, flat.split_with_sizes(lengths));
+    return changed;
+  }
+  // Unchanged parts are not written: a forward whose backward is pending may have saved them.
+  // Compares bytes, since -0.0 equals 0.0, and a NaN does not equal itself.
+  const auto* received = static_cast<const uint8_t*>(flat.const_data_ptr());
+  for (size_t i = 0; i < pieces.size(); received += lengths[i++]) {
+    const auto length = static_cast<size_t>(lengths[i]);
+    changed[i] = std::memcmp(pieces[i].const_data_ptr(), received, length) != 0;
+    if (changed[i]) std::memcpy(pieces[i].mutable_data_ptr(), received, length);
+  }
+  return changed;
+}
+
 void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group, int64_t root,
                      const std::string& what) {
   // For each tensor its memory, or a copy if the memory is not in logical order.
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tensor : chunk) parts.push_back(as_bytes(tensor));
-  const std::vector<bool> changed = broadcast_changes(what, *group, parts, root);
+  std::vector<bool> changed;
+  if (chunk.size() > 1) {
+    changed = broadcast_pieces(parts, group, root, what);
+  } else {  // it may be larger than a message
+    changed = {false};
+    for (const at::Tensor& piece : parts[0].split(kBroadcastBytes))
+      changed[0] = broadcast_pieces({piece}, group, root, what)[0] || changed[0];
+  }
   for (size_t i = 0; i < chunk.size(); ++i) {
     if (!changed[i]) continue;
     const at::Tensor& target = chunk[i];
@@ -314,11 +351,9 @@ std::string broadcast_text(const std::string& text, const GroupPtr& group, int64
   const auto bytes = static_cast<size_t>(size.item<int64_t>());
   std::string result = group->getRank() == root ? text : std::string(bytes, '\0');
   const at::Tensor here = at::from_blob(result.data(), {static_cast<int64_t>(bytes)}, at::kByte);
-  for (const at::Tensor& part : here.split(kBroadcastBytes)) {
-    const at::Tensor sent = part.to(device);
-    broadcast_coalesced({sent}, group, root, kBroadcastBytes, what);
-    if (!device.is_cpu()) at::Tensor(part).copy_(sent);
-  }
+  const at::Tensor sent = here.to(device);
+  broadcast_coalesced({sent}, group, root, kBroadcastBytes, what);
+  if (!device.is_cpu()) at::Tensor(here).copy_(sent);
   return result;
 }
 

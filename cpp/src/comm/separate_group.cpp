@@ -8,7 +8,6 @@
 #include <future>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -153,16 +152,16 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const auto store = parent->getStore();
   if (!store || parent->getSize() == 1 || !detail::has_backend(*parent, at::kCPU)) return parent;
   const BackendPtr given = parent->getBackend(at::kCPU);
-  const auto timeout = distributed::gloo_timeout(*given);
-  if (!timeout) return parent;
+  const auto options = distributed::gloo_options(*given);
+  if (!options) return parent;
   distributed::BackendRequest request;
   request.store = c10::make_intrusive<PatientStore>(name, store);
   request.rank = parent->getRank();
   request.size = parent->getSize();
-  request.timeout = *timeout;
-  request.global_ranks = distributed::gloo_global_ranks(*given);
+  request.timeout = options->timeout;
+  request.global_ranks = options->global_ranks_in_group;
   const HostBackendPtr attached = host_backend_of(*parent);
-  auto own = connect_backend(*parent, "connecting a reducer's communicator", *timeout, [=] {
+  auto own = connect_backend(*parent, "connecting a reducer's communicator", request.timeout, [=] {
     HostLinks links = connect_host(attached ? *attached : *given, connects ? given : nullptr,
                                    request.store, request.timeout);
     BackendPtr gloo;
@@ -203,13 +202,14 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   const std::lock_guard<std::mutex> lock(known->attaching);
   if (known->attached) return *std::static_pointer_cast<HostBackendPtr>(known->attached);
   HostBackendPtr made;
-  if (const auto timeout = on_cpu ? distributed::gloo_timeout(*on_cpu) : std::nullopt) {
+  if (const auto options = on_cpu ? distributed::gloo_options(*on_cpu) : nullptr) {
     distributed::BackendRequest request;
     request.rank = group.getRank();
     request.size = group.getSize();
-    request.timeout = *timeout;
+    request.timeout = options->timeout;
     const auto processes = std::make_shared<std::vector<ProcessName>>();
-    made = connect_backend(group, "handshake of ranks that may share memory", *timeout, [=] {
+    const char* const what = "handshake of ranks that may share memory";
+    made = connect_backend(group, what, request.timeout, [=] {
       HostLinks links = connect_host(*on_cpu, nullptr, nullptr, request.timeout);
       *processes = links.processes;
       return links.channel ? c10::make_intrusive<HostBackend>(request, nullptr, std::move(links))

@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,11 +50,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
     int rank, int size);
 
-/// The timeout of a Gloo backend or a backend of this package; nullopt for others.
-std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend);
-
-/// Global ranks of such a backend's ranks; empty for the default group and for other backends.
-std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend);
+/// The options of a Gloo backend or a backend of this package: its timeout, and the job's ranks of
+/// its ranks (empty for the default group). Null for other backends.
+c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& backend);
 
 /// Returns immediately; NCCL connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request);

@@ -25,33 +25,12 @@ GroupPtr group_or_default(const GroupPtr& group) { return group ? group : get_de
 void require_contiguous(const at::Tensor& tensor, const char* what) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.is_contiguous())
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
-  if (tensor.is_meta())
-    throw InvalidArgument(std::string(what) +
-                          ": the tensor is on the meta device, so it has no values; pass one on a "
-                          "device for which the group has a backend");
   if (tensor.is_conj() || tensor.is_neg())
     throw InvalidArgument(std::string(what) +
                           ": the tensor is a lazy conjugate; call resolve_conj() first");
 }
 
 using Op = c10d::ReduceOp;
-
-std::string name_of(Op::RedOpType op) {
-  switch (op) {
-    case Op::SUM:
-      return "SUM";
-    case Op::AVG:
-      return "AVG";
-    case Op::PRODUCT:
-      return "PRODUCT";
-    case Op::MIN:
-      return "MIN";
-    case Op::MAX:
-      return "MAX";
-    default:
-      return "operation " + std::to_string(static_cast<int>(op));
-  }
-}
 
 /// Gloo, NCCL and shared memory support different sets. This is their intersection, so that a
 /// program does not depend on where its ranks run.
@@ -66,8 +45,7 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
   if (op == Op::SUM && (floating || complex || integer)) return;
   if (op == Op::AVG && (floating || complex)) return;
   if (ordered && (floating || integer)) return;
-  throw InvalidArgument(std::string(what) + ": unsupported reduction: " + name_of(op) + " of " +
-                        c10::toString(dtype) +
+  throw InvalidArgument(std::string(what) + ": unsupported reduction of " + c10::toString(dtype) +
                         "; supported are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, int64, "
                         "float16, bfloat16, float32 and float64, AVG of the floating-point dtypes, "
                         "and SUM and AVG of complex64 and complex128");
@@ -77,7 +55,7 @@ void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* w
 bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
   const auto type = tensor.device().type();
   if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: unknown
-  if (!gloo_timeout(*group.getBackend(type))) return false;
+  if (!gloo_options(*group.getBackend(type))) return false;
   const auto host = tensor.is_cpu() ? parallel::host_backend_of(group) : nullptr;
   return !host || !host->shares_memory();
 }

@@ -47,25 +47,13 @@ c10d::Backend& unwrapped(c10d::Backend& backend) {
   return wrapper ? *wrapper->getWrappedPg() : backend;
 }
 
-/// The options of a backend that blocks the host; null for others.
-c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& given) {
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& given) {
   c10d::Backend& backend = unwrapped(given);
   const bool waits = dynamic_cast<HasGloo*>(&backend) != nullptr ||
                      dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
   return waits ? backend.getBackendOptions() : nullptr;
-}
-
-}  // namespace
-
-std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
-  const auto options = options_of(backend);
-  if (!options) return std::nullopt;
-  return options->timeout;
-}
-
-std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
-  const auto options = options_of(backend);
-  return options ? options->global_ranks_in_group : std::vector<uint64_t>();
 }
 
 // Does not use Backend::split(), which reconnects to the store and takes a quarter of a second.

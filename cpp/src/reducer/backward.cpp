@@ -9,7 +9,7 @@
 #include <apex/error.h>
 
 #include "fingerprint.h"
-#include "watch/notice.h"
+#include "watch/stall.h"
 
 namespace apex::parallel::detail {
 

@@ -205,12 +205,12 @@ class HookReduction final : public Reduction {
     } catch (const Interrupted&) {
       throw;
     } catch (const HookInterrupted&) {
-      announce("an interruption (Ctrl-C, or another signal)", nullptr);
+      announce("an interruption (Ctrl-C, or another signal)", "", nullptr);
       throw;
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       if (!site_.alone) {
-        announce(what + ": " + shortened(message_of(error)), site_.group.get());
+        announce(what, own_cause(error), site_.group.get());
         throw_communication_error(what, *site_.group, error, kFixHook);
       }
       throw CommunicationError(who() + what + " failed: " + message_of(error) + " (" + kFixHook +
@@ -218,10 +218,11 @@ class HookReduction final : public Reduction {
     }
   }
 
-  void announce(const std::string& why, const c10d::ProcessGroup* except) const {
+  void announce(const std::string& failed, const std::string& cause,
+                const c10d::ProcessGroup* except) const {
     if (site_.alone) return;
     for (const GroupPtr& one : site_.all_groups) {
-      if (one.get() != except) announce_failure(*one, why);
+      if (one.get() != except) announce_failure(*one, failed, cause);
     }
   }
 

@@ -6,7 +6,7 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "watch/notice.h"
+#include "watch/stall.h"
 
 namespace apex::parallel::detail {
 

@@ -3,22 +3,21 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iomanip>
 #include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
 #include <apex/error.h>
 
+#include "plain_text.h"
 #include "watch/forced_unwind.h"
 #include "watch/neighbours.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -27,30 +26,20 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = Board::Clock;
 
-StorePtr base_of(StorePtr store) {
-  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
-    store = prefixed->getUnderlyingStore();
-  return store;
-}
-
-/// Appends a text of one rank: "LENGTH RANK\nTEXT".
+/// Appends a text of one rank.
 void append(c10d::Store& store, const std::string& key, int rank, const std::string& text) {
-  const std::string entry = std::to_string(text.size()) + ' ' + std::to_string(rank) + '\n' + text;
+  PlainText out;
+  out << rank << ' ' << std::quoted(text) << '\n';
+  const std::string entry = out.str();
   store.append(key, std::vector<uint8_t>(entry.begin(), entry.end()));
 }
 
 /// The last text of each rank.
 std::map<int, std::string> read_appended(c10d::Store& store, const std::string& key) {
-  const std::string all = get_or_empty(store, key);
+  std::istringstream in(get_or_empty(store, key));
   std::map<int, std::string> by_rank;
-  for (size_t begin = 0; begin < all.size();) {
-    const size_t space = all.find(' ', begin), line = all.find('\n', begin);
-    if (line == std::string::npos || space > line) break;
-    const auto length = static_cast<size_t>(std::atoll(all.c_str() + begin));
-    if (length > all.size() - line - 1) break;
-    by_rank[std::atoi(all.c_str() + space + 1)] = all.substr(line + 1, length);
-    begin = line + 1 + length;
-  }
+  std::string text;
+  for (int rank = 0; in >> rank >> std::quoted(text);) by_rank[rank] = text;
   return by_rank;
 }
 
@@ -67,79 +56,6 @@ std::string get_or_empty(c10d::Store& store, const std::string& key) {
 
 void stay_for_readers() { std::this_thread::sleep_until(stays_until.load()); }
 
-/// The thread that calls one store, for all groups on it. Due jobs run in the order of their times;
-/// those that are due when it ends still run.
-class StoreThread {
- public:
-  static std::shared_ptr<StoreThread> of(const c10d::Store* base) {
-    // Of the server, or of the store: a new store may get the address of an old one.
-    std::ostringstream address;
-    address << this_pid() << ' ';
-    if (const auto* const tcp = dynamic_cast<const c10d::TCPStore*>(base)) {
-      address << tcp->getHost() << ' ' << tcp->getPort();
-    } else {
-      address << base;
-    }
-    // Never destroyed: groups may be created while the process exits.
-    static auto* const mutex = new std::mutex;
-    static auto* const all = new std::map<std::string, std::weak_ptr<StoreThread>>;
-    const std::lock_guard<std::mutex> lock(*mutex);
-    for (auto known = all->begin(); known != all->end();)
-      known = known->second.expired() ? all->erase(known) : std::next(known);
-    std::weak_ptr<StoreThread>& known = (*all)[address.str()];
-    std::shared_ptr<StoreThread> thread = known.lock();
-    if (!thread) known = thread = std::make_shared<StoreThread>();
-    return thread;
-  }
-
-  StoreThread() {
-    std::thread([state = state_] { loop(*state); }).detach();
-  }
-  ~StoreThread() {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->ended = true;
-    state_->news.notify_all();
-  }
-  StoreThread(const StoreThread&) = delete;
-  StoreThread& operator=(const StoreThread&) = delete;
-
-  void run_at(Clock::time_point at, std::function<void()> job) {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->jobs.emplace(at, std::move(job));
-    state_->news.notify_all();
-  }
-
- private:
-  struct State {
-    std::mutex mutex;  ///< guards what follows
-    std::condition_variable news;
-    std::multimap<Clock::time_point, std::function<void()>> jobs;
-    bool ended = false;
-  };
-
-  static void loop(State& state) {
-    for (std::unique_lock<std::mutex> lock(state.mutex);;) {
-      const auto first = state.jobs.begin();
-      if (first != state.jobs.end() && first->first <= Clock::now()) {
-        std::function<void()> job = std::move(first->second);
-        state.jobs.erase(first);
-        lock.unlock();
-        job();
-        job = nullptr;
-        lock.lock();
-      } else if (state.ended) {
-        return;
-      } else if (first == state.jobs.end()) {
-        state.news.wait(lock);
-      } else {
-        state.news.wait_until(lock, Clock::time_point(first->first));
-      }
-    }
-  }
-
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
 Board::Board(const c10d::ProcessGroup& group, milliseconds how_long)
     : group_name(group.getGroupName()),
       rank(group.getRank()),
@@ -148,21 +64,26 @@ Board::Board(const c10d::ProcessGroup& group, milliseconds how_long)
       patience(timeout == milliseconds(0)
                    ? timing::kMostPatience
                    : std::clamp(timeout / 8, timing::kLeastPatience, timing::kMostPatience)),
-      given_(group.getStore()) {
+      has_store(group.getStore()->hasExtendedApi()),
+      given_(has_store ? group.getStore() : nullptr) {
   ++boards;
-  const StorePtr base = base_of(given_);
-  if (dynamic_cast<c10d::TCPStore*>(base.get()) != nullptr ||
-      dynamic_cast<c10d::HashStore*>(base.get()) != nullptr) {
-    thread_ = StoreThread::of(base.get());
-  } else {
-    given_.reset();
-  }
 }
 
 Board::~Board() { --boards; }
 
+std::shared_ptr<Board> Board::create(const c10d::ProcessGroup& group, milliseconds timeout) {
+  const auto board = std::make_shared<Board>(group, timeout);
+  // The thread also has a reference.
+  return {board.get(), [board, pid = this_pid()](Board*) {
+            if (pid != this_pid()) return;  // the thread may have held the mutex at the fork
+            const std::lock_guard<std::mutex> lock(board->mutex_);
+            board->ended_ = true;
+            board->news_.notify_all();
+          }};
+}
+
 void Board::begin() {
-  if (!has_store()) return;
+  if (!has_store) return;
   post([self = shared_from_this()](c10d::Store& store) {
     // A store that outlives a group may have seen an earlier group of this name, possibly with
     // fewer ranks, so the key includes the size and counts instances per rank.
@@ -172,14 +93,36 @@ void Board::begin() {
     if (const auto process = this_process())
       append(store, self->key("process/" + process->host), self->rank, process->encode());
   });
-  look_when_idle();
+  looked_ = Clock::now();
+  look_at_ = looked_ + timing::kIdle * boards.load();
+  std::thread([self = shared_from_this()] { self->loop(); }).detach();
 }
 
-// --- calls of the store ---
+// --- the board's thread ---
+
+void Board::loop() {
+  for (std::unique_lock<std::mutex> lock(mutex_); !ended_ || !jobs_.empty();) {
+    const auto next = std::min(look_at_, watch_at_);
+    if (!jobs_.empty()) {
+      std::function<void()> job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job();
+      job = nullptr;
+      lock.lock();
+    } else if (Clock::now() < next) {
+      news_.wait_until(lock, next);
+    } else {
+      lock.unlock();
+      look();
+      lock.lock();
+    }
+  }
+}
 
 void Board::run(const Body& body) {
   if (given_) {
-    const StorePtr given = std::move(given_);
+    const auto given = std::move(given_);
     store_ = given->clone();
   }
   if (!store_) throw Error("the store was lost");
@@ -197,23 +140,108 @@ std::shared_future<void> Board::post(Body body) {
   const auto task = std::make_shared<std::packaged_task<void()>>(
       [self = shared_from_this(), body = std::move(body)] { self->run(body); });
   std::shared_future<void> future = task->get_future().share();
-  if (has_store()) run_at(Clock::now(), [task] { (*task)(); });
-  return future;  // without a store it holds a broken promise
+  if (!has_store) return future;  // it holds a broken promise
+  const std::lock_guard<std::mutex> lock(mutex_);
+  jobs_.emplace_back([task] { (*task)(); });
+  news_.notify_all();
+  return future;
 }
 
-void Board::run_at(Clock::time_point at, std::function<void()> job) {
-  thread_->run_at(at, std::move(job));
+void Board::look_if_older(milliseconds age, bool needs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  needs_look_ = needs_look_ || needs;
+  if (look_at_ <= looked_ + age) return;
+  look_at_ = looked_ + age;
+  news_.notify_all();
+}
+
+void Board::watch_gpus() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (watch_at_ != Clock::time_point::max()) return;
+  watch_at_ = Clock::now();
+  news_.notify_all();
+}
+
+void Board::look() {
+  const auto began = Clock::now();
+  bool looks = false, needs = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    looks = began >= look_at_;
+    if (looks) {
+      looked_ = began;
+      look_at_ = began + timing::kIdle * std::max(1, boards.load());
+      needs = std::exchange(needs_look_, false);
+    }
+    if (began >= watch_at_) watch_at_ = began + between_gpu_looks(*this);
+  }
+  if (looks) {
+    forget_destroyed_groups();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) return;
+  }
+  // A process that has ended may have hosted the store, and torch logs every call of a lost store.
+  looks = looks && (needs || look_around(ProcessState::kEnded).empty());
+  try {
+    run([&](c10d::Store& store) {
+      if (looks) read_news(store);
+      watch_waits(*this, store);
+    });
+    if (looks) answered_ = began;
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
+  } catch (...) {
+    failed_ = Clock::now();
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  news_.notify_all();
+}
+
+void Board::read_news(c10d::Store& store) {
+  const int64_t news = store.add(key("news"), 0);
+  if (news == seen_) return;
+  RankRecords found;
+  for (const auto& [other, text] : read_appended(store, key("failed")))
+    found[other] = RankRecord::decode(text);
+  const int64_t asked = store.add(key("asked"), 0);
+  if (asked != std::exchange(asked_, asked)) said_elsewhere = !publish(store);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  seen_ = news;
+  reports_ = std::move(found);
+}
+
+bool Board::publish(c10d::Store& store) {
+  RankRecord mine = position(*this);
+  mine.asked = asked_;
+  store.set(key_of(rank), mine.encode());
+  return mine.waits;
+}
+
+int64_t Board::ask(c10d::Store& store) {
+  asked_ = store.add(key("asked"), 1);
+  publish(store);
+  store.add(key("news"), 1);
+  find_processes(store);
+  wake();
+  return asked_;
+}
+
+void Board::wait_for_news(Clock::time_point until) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  news_.wait_until(lock, until);
 }
 
 // --- failures ---
 
-std::shared_future<void> Board::report(const std::string& what, const Proof& proof) {
+std::shared_future<void> Board::report(const std::string& what, const std::string& cause,
+                                       const Proof& proof) {
   RankRecord record;
   record.failure = what;
+  record.cause = cause;
   record.proof = proof;
   has_failed_ = true;
   const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");  // torchrun's store
-  if (rank == 0 && has_store() && (agent == nullptr || std::string(agent) != "True")) {
+  if (rank == 0 && has_store && (agent == nullptr || std::string(agent) != "True")) {
     static const int at_exit = std::atexit(stay_for_readers);
     if (at_exit == 0) stays_until = Clock::now() + timing::kStays;
   }
@@ -250,6 +278,7 @@ bool Board::all_on_this_host() {
   return static_cast<int>(processes_.size()) == size - 1;
 }
 
+/// Reads those that are published, if none is known.
 void Board::find_processes(c10d::Store& store) {
   const auto self = this_process();
   if (!self || !processes().empty()) return;
@@ -273,73 +302,9 @@ Proof Board::look_around(std::optional<ProcessState> only) {
   return proof;
 }
 
+/// Makes the ranks of this host look for news.
 void Board::wake() {
   for (const auto& [other, process] : processes()) wake_process(process);
-}
-
-// --- polling ---
-
-void Board::look_now() {
-  if (!has_store() || look_is_queued_.exchange(true)) return;
-  run_at(Clock::now(), [weak = weak_from_this()] {
-    const auto board = weak.lock();
-    if (!board) return;
-    board->look_is_queued_ = false;
-    board->look();
-  });
-}
-
-void Board::look_if_older(milliseconds age) {
-  if (Clock::now() - looked_.load() >= age) look_now();
-}
-
-void Board::look_when_idle() {
-  const auto interval = timing::kIdle * std::max(1, boards.load());
-  run_at(Clock::now() + interval, [weak = weak_from_this(), interval] {
-    forget_destroyed_groups();
-    const auto board = weak.lock();
-    if (!board) return;
-    // After a wait, the look that was due is left out: the job may have ended, and with it the
-    // store.
-    if (!board->answered_since(Clock::now() - interval) && board->may_look_when_idle())
-      board->look();
-    board->look_when_idle();
-  });
-}
-
-void Board::look() {
-  const auto began = Clock::now();
-  looked_ = began;
-  try {
-    run([&](c10d::Store& store) {
-      const int64_t news = store.add(key("news"), 0);
-      RankRecords found;
-      if (news != seen_) {
-        for (const auto& [other, text] : read_appended(store, key("failed")))
-          found[other] = RankRecord::decode(text);
-        const int64_t asked = store.add(key("asked"), 0);
-        if (asked != std::exchange(seen_asked_, asked)) {
-          RankRecord mine = position(*this);
-          mine.asked = asked;
-          answered_elsewhere = !mine.waits;
-          store.set(key("rank") + '/' + std::to_string(rank), mine.encode());
-        }
-      }
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (news != std::exchange(seen_, news)) reports_ = std::move(found);
-      answered_ = began;
-    });
-  } catch (APEX_FORCED_UNWIND) {
-    throw;
-  } catch (...) {
-    failed_ = Clock::now();
-  }
-  news_.notify_all();
-}
-
-void Board::wait_for_news(Clock::time_point until) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  news_.wait_until(lock, until);
 }
 
 }  // namespace apex::parallel

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <system_error>
@@ -23,9 +24,10 @@
 #include <utility>
 #include <vector>
 
-#include "watch/notice.h"
+#include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -64,55 +66,38 @@ int make_socket() {
 struct Neighbours {
   std::mutex mutex;  ///< guards the rest
   std::vector<Neighbour> all;
-  std::vector<const WaitScope*> waits;
-  std::atomic<bool> some_failed{false};  ///< a process has ended with an error
-  Clock::time_point printed;
+  std::optional<Clock::time_point> printed;
   bool started = false;             ///< the thread
-  const int wakes = make_socket();  ///< see send_to()
+  const int wakes = make_socket();  ///< see wake_process()
 };
 
 Neighbours& neighbours() {
-  static std::mutex* const mutex = new std::mutex;
-  static std::atomic<Neighbours*> current{nullptr};
-  static std::atomic<int64_t> pid{0};
-  if (pid == this_pid()) return *current;
+  static auto* const mutex = new std::mutex;
+  static auto* const by_process = new std::map<int64_t, Neighbours>;
   const std::lock_guard<std::mutex> lock(*mutex);
-  if (pid != this_pid()) {
-    current = new Neighbours;
-    pid = this_pid();
-  }
-  return *current;
+  return (*by_process)[this_pid()];
 }
 
-/// What a datagram to the thread of a process means.
-constexpr char kLook = 'l';     ///< there may be news of its groups
-constexpr char kChanged = 'c';  ///< its list of neighbours has grown
+std::atomic<bool> some_failed{false};  ///< a process has ended with an error
 
-void send_to(const Neighbours& state, const ProcessName& process, char what) {
+/// Wakes the thread of `process`: there may be news of its groups, or it has another neighbour.
+void wake(const Neighbours& state, const ProcessName& process) {
   sockaddr_un address;
   const socklen_t length = address_of(process, address);
-  static_cast<void>(::sendto(state.wakes, &what, 1, MSG_NOSIGNAL,
+  static_cast<void>(::sendto(state.wakes, "", 1, MSG_NOSIGNAL,
                              reinterpret_cast<sockaddr*>(&address), length) >= 0);
-}
-
-/// Returns whether a line may be printed now, and counts it.
-bool may_print(Neighbours& state) {
-  const auto now = Clock::now();
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  if (state.printed != Clock::time_point() && now - state.printed < timing::kVerdictHolds)
-    return false;
-  state.printed = now;
-  return true;
 }
 
 /// The line about the first wait in a group of a process that has ended with an error, which is
 /// found only once. Requires the mutex.
-std::optional<std::string> find_line(Neighbours& state) {
-  for (const WaitScope* const wait : state.waits) {
-    const WatchedGroupPtr known = find_watched(wait->group);
-    if (!known) continue;
+std::string find_line(Neighbours& state) {
+  for (const WatchedGroupPtr& group : all_watched()) {
+    std::unique_lock<std::mutex> lock(group->mutex);
+    const std::string what = group->waits.empty() ? std::string() : group->waits.front()->what;
+    lock.unlock();
+    if (what.empty()) continue;
     std::string ended;
-    for (const auto& [rank, process] : known->board->processes()) {
+    for (const auto& [rank, process] : group->board->processes()) {
       for (Neighbour& one : state.all) {
         if (one.outcome.empty() || !(one.process == process)) continue;
         ended += (ended.empty() ? "rank " : ", rank ") + std::to_string(rank) +
@@ -121,20 +106,11 @@ std::optional<std::string> find_line(Neighbours& state) {
       }
     }
     if (ended.empty()) continue;
-    return "rank " + std::to_string(known->board->rank) + " of " +
-           std::to_string(known->board->size) + ": " + ended + known->note +
-           ", while this rank waits in: " + wait->what;
+    return "rank " + std::to_string(group->board->rank) + " of " +
+           std::to_string(group->board->size) + ": " + ended + group->note +
+           ", while this rank waits in: " + what;
   }
-  return std::nullopt;
-}
-
-void print_if_waiting(Neighbours& state) {
-  std::optional<std::string> line;
-  {
-    const std::lock_guard<std::mutex> lock(state.mutex);
-    line = find_line(state);
-  }
-  if (line && may_print(state)) notify(*line);
+  return {};
 }
 
 /// Polls until the process exits.
@@ -147,23 +123,19 @@ void loop(Neighbours& state) {
       for (const Neighbour& one : state.all) fds.push_back({one.fd, POLLIN, 0});
     }
     if (::poll(fds.data(), fds.size(), -1) < 0) continue;
-    bool looks = false;
-    for (char what = 0; ::recv(state.wakes, &what, sizeof(what), 0) >= 0;)
-      looks = looks || what == kLook;
-    if (looks) look_at_boards();
-    bool failed = false;
+    for (char byte = 0; ::recv(state.wakes, &byte, sizeof(byte), 0) >= 0;) continue;
+    if (fds[0].revents != 0) look_at_boards();
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
       for (size_t i = 1; i < fds.size(); ++i) {
         if (fds[i].revents == 0) continue;
         Neighbour& one = state.all[i - 1];
         one.outcome = outcome_of(one.process, one.fd);
-        failed = failed || !one.outcome.empty();
+        if (!one.outcome.empty()) some_failed = true;
         ::close(std::exchange(one.fd, -1));
       }
-      if (failed) state.some_failed = true;
     }
-    if (failed) print_if_waiting(state);
+    report_ended_processes();
   }
 }
 
@@ -179,7 +151,7 @@ void watch_process(const ProcessName& process) {
   const int fd = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
   if (fd < 0) return;  // it has ended already, or the kernel is older than 5.3
   state.all.push_back({process, fd, {}});
-  send_to(state, *self, kChanged);
+  wake(state, *self);
 }
 
 void listen_to_neighbours() {
@@ -193,27 +165,21 @@ void wake_process(const ProcessName& process) {
   const auto self = this_process();
   if (!self || self->host != process.host) return;
   if (self->pid == process.pid) return look_at_boards();  // ranks are threads
-  send_to(neighbours(), process, kLook);
+  wake(neighbours(), process);
 }
 
-WaitScope::WaitScope(const c10d::ProcessGroup& of, const std::string& name)
-    : group(of), what(name) {
+void report_ended_processes() {
+  if (!some_failed) return;
   Neighbours& state = neighbours();
+  const auto now = Clock::now();
+  std::string line;
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
-    state.waits.push_back(this);
+    line = find_line(state);
+    if (line.empty() || (state.printed && now - *state.printed < timing::kFailsToo)) return;
+    state.printed = now;
   }
-  if (state.some_failed) print_if_waiting(state);
-}
-
-WaitScope::~WaitScope() {
-  Neighbours& state = neighbours();
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  state.waits.erase(std::remove(state.waits.begin(), state.waits.end(), this), state.waits.end());
-}
-
-void report_at_once(const std::string& text) {
-  if (may_print(neighbours())) notify(text);
+  notify(line);
 }
 
 namespace {

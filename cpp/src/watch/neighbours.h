@@ -5,9 +5,6 @@
 /// wakes them.
 
 #include <map>
-#include <string>
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "watch/process_state.h"
 
@@ -39,21 +36,7 @@ void wake_process(const ProcessName& process);
 /// loaded, and in each call.
 std::map<int, ProcessName> launched_ranks() noexcept;
 
-/// Scope of a wait of this thread for other ranks of `group` in the collective `what`, both of
-/// which outlive it.
-class WaitScope {
- public:
-  WaitScope(const c10d::ProcessGroup& group, const std::string& what);
-  ~WaitScope();
-  WaitScope(const WaitScope&) = delete;
-  WaitScope& operator=(const WaitScope&) = delete;
-
-  const c10d::ProcessGroup& group;
-  const std::string& what;
-};
-
-/// The same line for a rank on another host, of which only a broken connection is known: prints
-/// `text` unless a line was printed within some seconds.
-void report_at_once(const std::string& text);
+/// Prints the line if a process has ended with an error and a thread waits for it. Cheap otherwise.
+void report_ended_processes();
 
 }  // namespace apex::parallel

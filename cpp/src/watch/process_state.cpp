@@ -10,7 +10,9 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <iterator>
 #include <sstream>
+#include <vector>
 
 #include <apex/error.h>
 
@@ -32,15 +34,10 @@ std::optional<Stat> read_stat(int64_t pid) {
   if (!std::getline(file, text)) return std::nullopt;
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
-  std::istringstream fields(text.substr(name_end + 1));
-  Stat stat;
-  fields >> stat.state;
-  std::string skipped;
-  for (int field = 4; field < 22; ++field) fields >> skipped;
-  fields >> stat.start_time;
-  for (int field = 23; field < 52; ++field) fields >> skipped;
-  fields >> stat.status;
-  return fields ? std::optional<Stat>(stat) : std::nullopt;
+  std::istringstream in(text.substr(name_end + 1));
+  const std::vector<std::string> fields{std::istream_iterator<std::string>(in), {}};
+  if (fields.size() < 50) return std::nullopt;
+  return Stat{fields[0][0], std::stoull(fields[19]), std::stoi(fields[49])};
 }
 
 /// See pretend_host(); empty: the real host.

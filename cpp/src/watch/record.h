@@ -44,6 +44,7 @@ struct RankRecord {
   std::map<std::string, CallLog> calls;  ///< by channel of the group
   std::string state;                     ///< further lines about the process
   std::string failure;                   ///< the collective that has failed on this rank; or empty
+  std::string cause;                     ///< of the failure, if it is in this rank's own code
   Proof proof;                           ///< about other ranks
 
   std::string encode() const;
@@ -57,8 +58,8 @@ std::string list_of(const std::vector<int>& ranks);
 
 /// The known facts about a failure of a group.
 struct Findings {
-  std::map<int, std::string> reports;  ///< by rank, except this one: what has failed there
-  Proof proof;                         ///< about ranks without a report
+  RankRecords reports;  ///< of failures, by rank, except this one
+  Proof proof;          ///< about ranks without a report
 };
 
 /// Which ranks are lost, according to the ranks that report a failure.

@@ -8,14 +8,17 @@
 #include <cstdlib>
 #include <functional>
 #include <locale>
+#include <memory>
+#include <mutex>
 #include <sstream>
 #include <utility>
 #include <vector>
 
 #include <apex/parallel/stall_report.h>
 
+#include "standard_error.h"
 #include "watch/forced_unwind.h"
-#include "watch/notice.h"
+#include "watch/watcher.h"
 
 namespace apex::parallel {
 
@@ -23,9 +26,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// State of the process. Never destroyed, since store threads are not joined.
+using Callback = std::function<void(const std::string&)>;
+
+/// State of the process. Never destroyed, since boards' threads are not joined.
 struct Stalls {
   std::mutex mutex;  ///< guards the rest
+  std::shared_ptr<const Callback> on_notice;
   std::vector<std::function<std::string()>> readers;
   std::string last_verdict;
   bool ended = false;  ///< see end_answers()
@@ -95,6 +101,27 @@ std::string stall_report() {
   return stalls().last_verdict;
 }
 
+void on_notice(Callback callback) {
+  auto next = callback ? std::make_shared<const Callback>(std::move(callback)) : nullptr;
+  const std::lock_guard<std::mutex> lock(stalls().mutex);
+  stalls().on_notice.swap(next);
+}
+
+void notify(const std::string& text) {
+  write_line_to_stderr("apex: " + text);
+  std::unique_lock<std::mutex> lock(stalls().mutex);
+  const std::shared_ptr<const Callback> callback = stalls().on_notice;
+  lock.unlock();
+  if (!callback) return;
+  try {
+    (*callback)(text);
+  } catch (APEX_FORCED_UNWIND) {
+    throw;
+  } catch (...) {
+    // The text was written to stderr already.
+  }
+}
+
 void print_report(const std::string& text) {
   notify(text);
   const std::lock_guard<std::mutex> lock(stalls().mutex);
@@ -121,16 +148,16 @@ std::map<std::string, CallLog> calls_of(const Board& board) {
 
 }  // namespace
 
-RankRecord position_in(WatchedGroup& group, bool waits) {
+RankRecord position_in(WatchedGroup& group) {
   RankRecord record;
   record.calls = calls_of(*group.board);
   const std::lock_guard<std::mutex> lock(group.mutex);
   record.channel = group.channel;
   record.call = group.calls.number;
   record.what = group.calls.name_of(group.calls.number);
-  record.waits = waits;
-  record.seconds =
-      record.call == 0 ? 0 : seconds_since(waits ? group.waits_since.load() : group.began);
+  record.waits = !group.waits.empty();
+  if (record.call > 0)
+    record.seconds = seconds_since(record.waits ? group.waits.front()->since : group.began);
   return record;
 }
 
@@ -139,7 +166,7 @@ RankRecord position(const Board& board) {
   for (const WatchedGroupPtr& group : all_watched()) {
     // Skips other ranks of the group if ranks are threads of one process.
     if (group->board.get() != &board && group->board->group_name == board.group_name) continue;
-    RankRecord at = position_in(*group, group->waits > 0);
+    RankRecord at = position_in(*group);
     if (at.call != 0 && (latest.call == 0 || std::make_pair(!at.waits, at.seconds) <
                                                  std::make_pair(!latest.waits, latest.seconds)))
       latest = std::move(at);

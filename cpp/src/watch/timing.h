@@ -39,14 +39,12 @@ constexpr milliseconds kIdle{10000};
 
 /// Until a waiting rank posts its position and asks the others.
 constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
-/// From then on until a rank compares its calls with those of another rank.
-constexpr milliseconds until_compared(milliseconds stall) { return stall / 10; }
 /// From then on until ranks of other hosts have answered.
 constexpr milliseconds kAllAnswered = kIdle + milliseconds(1000);
 /// Interval at which the last launched collective of a GPU is looked at.
 constexpr milliseconds between_gpu_looks(milliseconds stall) { return stall * 3 / 10; }
-/// Until a verdict is printed without the store, if that has not answered.
-constexpr milliseconds until_alone(milliseconds stall) { return stall * 13 / 10; }
+/// For how long the store has not answered when a rank reports a stall without it.
+constexpr milliseconds until_alone(milliseconds stall) { return stall * 9 / 10; }
 
 // --- a collective has failed ---
 
@@ -66,7 +64,7 @@ constexpr milliseconds kForOthers{300};
 constexpr milliseconds kLook{20};
 /// How long the process that hosts the store exists after it has reported a failure.
 constexpr milliseconds kStays{1000};
-/// How long the result of report_failure() is reused.
-constexpr milliseconds kVerdictHolds{10000};
+/// Processes that end within this time after the first are not reported: they have failed with it.
+constexpr milliseconds kFailsToo{10000};
 
 }  // namespace apex::parallel::timing

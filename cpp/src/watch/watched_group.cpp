@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <set>
 #include <utility>
 
 #include "by_group.h"
@@ -24,7 +23,6 @@ using std::chrono::milliseconds;
 struct Groups {
   std::mutex mutex;  ///< guards what follows
   ByGroup<WatchedGroupPtr> by_group;
-  ByGroup<int64_t> makers;  ///< the process that created each group
 };
 
 Groups& groups() {
@@ -32,24 +30,16 @@ Groups& groups() {
   return *instance;
 }
 
-milliseconds timeout_of(const c10d::ProcessGroup& group) {
-  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
-  if (!detail::has_backend(mutable_group, at::kCPU)) return milliseconds(0);
-  return distributed::gloo_timeout(*mutable_group.getBackend(at::kCPU)).value_or(milliseconds(0));
-}
-
-/// The job's ranks of the ranks of `group`; empty if they are the same or unknown.
-std::vector<uint64_t> global_ranks(const c10d::ProcessGroup& group) {
-  auto& mutable_group = const_cast<c10d::ProcessGroup&>(group);
+/// The options of the backend for the CPU, or else of NCCL; null for others.
+c10::intrusive_ptr<c10d::Backend::Options> options_of(const c10d::ProcessGroup& given) {
+  auto& group = const_cast<c10d::ProcessGroup&>(given);
   if (detail::has_backend(group, at::kCPU))
-    return distributed::gloo_global_ranks(*mutable_group.getBackend(at::kCPU));
-  if (!detail::has_backend(group, at::kCUDA)) return {};
-  const auto backend = mutable_group.getBackend(at::kCUDA);
-  if (!detail::is_nccl(backend->getBackendName())) return {};
+    return distributed::gloo_options(*group.getBackend(at::kCPU));
+  if (!detail::has_backend(group, at::kCUDA)) return nullptr;
   try {
-    return backend->getBackendOptions()->global_ranks_in_group;
+    return group.getBackend(at::kCUDA)->getBackendOptions();
   } catch (...) {
-    return {};  // not all NCCL backends have options
+    return nullptr;  // not all backends have options
   }
 }
 
@@ -77,7 +67,9 @@ WatchedGroupPtr if_own(WatchedGroupPtr one) {
 }  // namespace
 
 std::string note_on_ranks(const c10d::ProcessGroup& group) {
-  const std::vector<uint64_t> ranks = global_ranks(group);
+  const auto options = options_of(group);
+  const std::vector<uint64_t> ranks =
+      options ? options->global_ranks_in_group : std::vector<uint64_t>();
   bool same = true;
   std::string list;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -100,13 +92,18 @@ WatchedGroupPtr find_or_make(const c10d::ProcessGroup& group, const WatchedGroup
   const auto one = std::make_shared<WatchedGroup>();
   one->channel = parent ? name : group.getGroupName();
   one->note = note_on_ranks(group);
-  one->board = parent ? parent->board : std::make_shared<Board>(group, timeout_of(group));
+  if (parent) {
+    one->board = parent->board;
+  } else {
+    const auto options = options_of(group);
+    one->board = Board::create(group, options ? options->timeout : milliseconds(0));
+  }
   forget_destroyed_groups();
   {
     const std::lock_guard<std::mutex> lock(groups().mutex);
     if (const WatchedGroupPtr* const other = groups().by_group.find(group)) return if_own(*other);
-    groups().by_group.put(group, one);
     if (!parent) one->board->begin();
+    groups().by_group.put(group, one);
   }
   if (!parent && is_of_the_job(*one->board)) one->board->add_processes(launched_ranks());
   listen_to_neighbours();
@@ -129,11 +126,12 @@ void forget_destroyed_groups() {
 }
 
 void look_at_boards() {
-  std::set<std::shared_ptr<Board>> boards;
   for (const WatchedGroupPtr& group : all_watched()) {
-    if (group->waits > 0 || group->board->may_look_when_idle()) boards.insert(group->board);
+    std::unique_lock<std::mutex> lock(group->mutex);
+    const bool waits = !group->waits.empty();
+    lock.unlock();
+    group->board->look_if_older(milliseconds(0), waits);
   }
-  for (const auto& board : boards) board->look_now();
 }
 
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
@@ -165,38 +163,22 @@ void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexce
   // A thread could not be created: an error of the collective names no other rank.
 }
 
-bool others_wait(const c10d::ProcessGroup& group) {
-  const WatchedGroupPtr one = find_watched(group);
-  return one && one->board->answered_elsewhere;
-}
-
 bool has_failed(const c10d::ProcessGroup& group) noexcept {
   const WatchedGroupPtr one = find_watched(group);
   return one && one->board->has_failed();
 }
 
-void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept try {
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what,
+                      const std::string& cause) noexcept try {
   if (const WatchedGroupPtr one = watched(group))
-    one->board->report(what, {}).wait_for(timing::kForOthers);  // this process may end now
+    one->board->report(what, cause, {}).wait_for(timing::kForOthers);  // this process may end now
 } catch (...) {
   // The other ranks wait until their timeout.
 }
 
-void made_here(const c10d::ProcessGroup& group) {
-  const std::lock_guard<std::mutex> lock(groups().mutex);
-  groups().makers.take_gone();
-  groups().makers.put(group, this_pid());
-}
-
 void require_own_process(const c10d::ProcessGroup& group) {
-  {
-    const std::lock_guard<std::mutex> lock(groups().mutex);
-    const WatchedGroupPtr* const one = groups().by_group.find(group);
-    const int64_t* const maker = groups().makers.find(group);
-    if ((maker == nullptr || *maker == this_pid()) && (one == nullptr || (*one)->pid == this_pid()))
-      return;
-  }
-  throw_forked();
+  const WatchedGroupPtr one = find_any(group);
+  if (one && one->pid != this_pid()) throw_forked();
 }
 
 }  // namespace apex::parallel

@@ -3,7 +3,6 @@
 
 /// This process's knowledge of each process group: its last calls, and what its ranks report.
 
-#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -20,12 +19,14 @@
 
 namespace apex::parallel {
 
-/// The last collective over NCCL that this rank has launched; see Note [Stalls].
+/// A collective over NCCL that this rank has launched; see Note [Stalls].
 struct Launched {
   c10::intrusive_ptr<c10d::Work> work;
   int64_t number = 0;
   std::string what;
 };
+
+class Wait;
 
 /// A channel; see Note [Channels].
 struct WatchedGroup {
@@ -35,15 +36,21 @@ struct WatchedGroup {
   std::string note;              ///< the ranks' numbers in the job, see note_on_ranks()
   int64_t pid = this_pid();      ///< process that created this object
   std::shared_ptr<Board> board;  ///< shared by all channels of a group
-  std::atomic<int> waits{0};     ///< waits that take longer than usual; began at:
-  std::atomic<Clock::time_point> waits_since;
-  std::atomic<bool> asked{false};  ///< a rank may have reported a stall of the last call
 
   std::mutex mutex;  ///< guards what follows
   CallLog calls;
-  Clock::time_point began;  ///< when the last call began
-  Launched launched;
-  bool gpu_is_watched = false;
+  Clock::time_point began;         ///< when the last call began
+  std::vector<const Wait*> waits;  ///< of this rank's threads, the oldest first
+  bool asked = false;              ///< a rank may have reported a stall of the last call
+  std::string difference;          ///< to the calls of another rank, if they are apart
+  Launched launched;               ///< the last one
+
+  // Used on the board's thread, see watch_waits():
+  Launched on_gpu;                   ///< the GPU waits for it
+  Clock::time_point on_gpu_since;    ///< when that was first seen
+  Clock::time_point since;           ///< when the watched wait began
+  std::chrono::milliseconds due{0};  ///< time from then to the next report
+  int64_t number_of_question = 0;    ///< posted before that; 0: not yet
 
   std::mutex attaching;            ///< guards attached
   std::shared_ptr<void> attached;  ///< the result of host_backend_of()
@@ -80,12 +87,9 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 /// From now on the processes of the ranks on this host are watched. `processes`: of all ranks.
 void remember_processes(const c10d::ProcessGroup& group, const std::vector<ProcessName>& processes);
 
-/// Records that this process has created `group`.
-void made_here(const c10d::ProcessGroup& group);
-
-/// @throws Error in a process that was forked after made_here(), or else after the first use of the
-///         group. The child would use its parent's connections, and wait for threads that do not
-///         exist there.
+/// @throws Error in a process that was forked after the group was first watched. The child would
+/// use
+///         its parent's connections, and wait for threads that do not exist there.
 void require_own_process(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -2,14 +2,17 @@
 #include "watch/watcher.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <chrono>
+#include <future>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "distributed/backends.h"
+#include "error_text.h"
+#include "watch/neighbours.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 
@@ -20,305 +23,328 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// The stall time of a group; 0: no reports.
+/// The stall time of a group. Without reports, ranks in different collectives are still found.
 milliseconds limit_of(const Board& board) {
-  return board.timeout > milliseconds(0) ? std::min(stall_time(), board.timeout / 3) : stall_time();
-}
-
-/// Without reports, ranks in different collectives are still found.
-milliseconds time_of_questions(const Board& board) {
-  const milliseconds limit = limit_of(board);
-  return limit > milliseconds(0) ? limit : kDefaultStallTime;
-}
-
-int64_t last_call(WatchedGroup& group) {
-  const std::lock_guard<std::mutex> lock(group.mutex);
-  return group.calls.number;
-}
-
-/// One key per rank: its earlier reports are obsolete.
-std::string key_of(const Board& board, int rank) {
-  return board.key("rank") + '/' + std::to_string(rank);
+  const milliseconds limit = reports_stalls() ? stall_time() : kDefaultStallTime;
+  return board.timeout > milliseconds(0) ? std::min(limit, board.timeout / 3) : limit;
 }
 
 std::string key_of_verdict(const WatchedGroup& group, int64_t call) {
   return group.board->key("stall") + '/' + group.channel + '/' + std::to_string(call);
 }
 
-void post_position(c10d::Store& store, WatchedGroup& group, bool waits) {
-  store.set(key_of(*group.board, group.board->rank), position_in(group, waits).encode());
-}
-
-}  // namespace
-
-/// Functions that take the store run on its thread.
-struct Wait::State : std::enable_shared_from_this<Wait::State> {
-  using Step = void (State::*)(c10d::Store&);
-
-  State(WatchedGroupPtr of, const Launched* launched)
-      : group(std::move(of)),
-        board(*group->board),
-        on_device(launched != nullptr),
-        call(on_device ? launched->number : last_call(*group)),
-        what(on_device ? launched->what : std::string()),
-        since(began - (on_device ? milliseconds(0) : timing::kUsual)),
-        limit(time_of_questions(board)),
-        due(std::max(limit, timing::kUsual + limit - timing::until_asked(limit))) {}
-
-  std::string poll();
-  void watch_stall();
-  bool is_left_alone();
-  void end();
-  /// Calls `step` on the store's thread unless the wait is over.
-  void post(Step step);
-  /// Reports whether this rank waits.
-  void post_position(bool waits);
-  void ask(c10d::Store& store);
-  void compare(c10d::Store& store);
-  void report(c10d::Store& store);
-  bool differs(int rank, const RankRecord& theirs);
-  Stall stall() const;
-
-  const WatchedGroupPtr group;
-  Board& board;
-  const bool on_device;
-  const int64_t call;
-  const std::string what;  ///< of a GPU wait
-  const Clock::time_point began = Clock::now(), since;
-  const milliseconds limit;
-  milliseconds due;                     ///< time from `since` to the next report
-  size_t steps = 0;                     ///< posted before that
-  Clock::time_point look_at, ended_at;  ///< see is_left_alone()
-  bool posted = false;                  ///< other ranks know that this rank waits
-  std::atomic<bool> over{false};
-  std::atomic<bool> read{false};  ///< the store has answered what is read when a report is due
-  int64_t asked = 0;              ///< how often ranks had asked; used on the store's thread
-  int round = 0;
-
-  std::mutex mutex;  ///< guards the rest
-  std::string difference;
-};
-
-Wait::Wait(const c10d::ProcessGroup& group) {
-  const WatchedGroupPtr known = find_watched(group);
-  if (!known) return;
-  state_ = std::make_shared<State>(known, nullptr);
-  known->board->look_now();
-  known->waits_since = state_->since;
-  ++known->waits;
-}
-
-Wait::Wait(const WatchedGroupPtr& group, const Launched& launched)
-    : state_(std::make_shared<State>(group, &launched)) {}
-
-Wait::~Wait() {
-  if (state_) state_->end();
-}
-
-std::string Wait::poll() { return state_ ? state_->poll() : std::string(); }
-
-void Wait::State::end() {
-  over = true;
-  if (on_device) return;
-  --group->waits;
-  if (posted) post_position(false);
-}
-
-std::string Wait::State::poll() {
-  watch_stall();
-  if (on_device) return {};
-  board.look_if_older(timing::between_looks(board.size));
-  // What was read may be from before the wait.
-  if (board.answered_since(began) && !board.reports().empty())
-    return "another rank reports that a collective of this group has failed";
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!difference.empty()) return "the ranks are in different collectives: " + difference;
-  }
-  if (is_left_alone()) return "a process of this group has ended, and the store is lost";
-  return {};
-}
-
-/// See Note [When the store is lost].
-bool Wait::State::is_left_alone() {
-  const auto now = Clock::now();
-  if (!board.has_store() || now < look_at) return false;
-  look_at = now + timing::kNeighbours;
-  if (ended_at == Clock::time_point()) {
-    if (board.look_around(ProcessState::kEnded).empty()) return false;
-    ended_at = now;
-  }
-  return now - ended_at > timing::kAlone && !board.answered_since(ended_at);
-}
-
-void Wait::State::watch_stall() {
-  // Another rank waits, and this rank has reported that it does not.
-  if (!on_device && board.answered_elsewhere.exchange(false)) {
-    posted = true;
-    post_position(true);
-  }
-  const auto waited = Clock::now() - since;
-  const auto ask_at = due - (limit - timing::until_asked(limit));
-  // Ranks of other hosts answer later, but before the wait ends.
-  const auto report_at = board.all_on_this_host()
-                             ? due
-                             : std::max(due, std::min(ask_at + timing::kAllAnswered, 2 * due));
-  const std::array<std::pair<milliseconds, Step>, 3> plan{
-      {{ask_at, &State::ask},
-       {ask_at + timing::until_compared(limit), &State::compare},
-       {report_at, &State::report}}};
-  while (steps < plan.size() && waited >= plan[steps].first) {
-    posted = true;
-    post(plan[steps++].second);
-  }
-  if (read.exchange(false)) {  // repeat later: the cause may have changed
-    due *= 4;
-    steps = 0;
-  } else if (steps == plan.size() && !on_device && limit_of(board) > milliseconds(0) &&
-             waited >= report_at + timing::until_alone(limit) - limit) {
-    // A GPU may just be busy, so without other ranks' answers there is no report.
-    Stall alone = stall();
-    alone.store_answers = false;
-    print_report(describe(alone));
-    due *= 4;
-    --steps;
-  }
-}
-
-void Wait::State::post(Step step) {
-  board.post([self = shared_from_this(), step](c10d::Store& store) {
-    if (!self->over) (self.get()->*step)(store);
-  });
-}
-
-void Wait::State::post_position(bool waits) {
-  board.post([group = group, waits](c10d::Store& store) {
-    parallel::post_position(store, *group, waits);
-  });
-}
-
 /// This rank's view, without the others' reports.
-Stall Wait::State::stall() const {
+Stall view_of(WatchedGroup& group) {
+  Board& board = *group.board;
   Stall stall;
   stall.rank = board.rank;
   stall.size = board.size;
-  stall.mine = position_in(*group, !on_device);
-  stall.on_device = on_device;
-  if (on_device) {
-    stall.mine.call = call;
-    stall.mine.what = what;
-    stall.mine.seconds = std::chrono::duration<double>(Clock::now() - since).count();
-  }
-  stall.mine.asked = asked;
+  stall.mine = position_in(group);
   stall.processes = board.look_around();
-  stall.note = group->note;
+  stall.note = group.note;
   const double timeout = std::chrono::duration<double>(board.timeout).count();
   stall.seconds_left = timeout > 0 ? std::max(0.0, timeout - stall.mine.seconds) : -1;
   return stall;
 }
 
-void Wait::State::ask(c10d::Store& store) {
-  if (!on_device) parallel::post_position(store, *group, true);
-  asked = store.add(board.key("asked"), 1);
-  store.add(board.key("news"), 1);
-  group->asked = true;
-  board.find_processes(store);
-  board.wake();
-}
+}  // namespace
 
-bool Wait::State::differs(int rank, const RankRecord& theirs) {
-  std::string found = apart(board.rank, position_in(*group, true), rank, theirs);
-  const std::lock_guard<std::mutex> lock(mutex);
-  difference = std::move(found);
-  return !difference.empty();
-}
+// --- a wait of a thread ---
 
-/// Compares this rank's calls with one other rank's: together the ranks compare all.
-void Wait::State::compare(c10d::Store& store) {
-  const int next = (board.rank + 1) % board.size;
-  const std::string text = on_device ? std::string() : get_or_empty(store, key_of(board, next));
-  if (!text.empty()) differs(next, RankRecord::decode(text));
-}
-
-void Wait::State::report(c10d::Store& store) {
-  const std::string key = key_of_verdict(*group, call);
-  const std::string me = std::to_string(board.rank);
-  const std::string first =
-      store.compareSet(key + '/' + std::to_string(round++), std::string(), me);
-  read = true;
-  if (first != me) return;
-  Stall now = stall();
-  for (int rank = 0; rank < board.size; ++rank) {
-    if (rank == board.rank) continue;
-    const std::string text = get_or_empty(store, key_of(board, rank));
-    if (text.empty()) continue;
-    now.others[rank] = RankRecord::decode(text);
-    if (!on_device && differs(rank, now.others[rank])) return;
+Wait::Wait(const c10d::ProcessGroup& group, const std::string& name, bool connects)
+    : what(name), group_(find_watched(group)), connects_(connects) {
+  if (!group_) return;
+  {
+    const std::lock_guard<std::mutex> lock(group_->mutex);
+    group_->waits.push_back(this);
   }
-  if (over || limit_of(board) == milliseconds(0) || !is_stall(now)) return;
-  const std::string verdict = describe(now);
+  report_ended_processes();
+}
+
+Wait::~Wait() {
+  if (!group_) return;
+  const std::lock_guard<std::mutex> lock(group_->mutex);
+  auto& waits = group_->waits;
+  waits.erase(std::find(waits.begin(), waits.end(), this));
+}
+
+milliseconds Wait::before_polls() const {
+  return group_ && group_->board->said_elsewhere ? timing::kLook : timing::kUsual;
+}
+
+std::string Wait::poll() {
+  if (!group_) return {};
+  Board& board = *group_->board;
+  if (board.said_elsewhere.exchange(false))  // another rank waits
+    board.post([&board](c10d::Store& store) { board.publish(store); });
+  board.look_if_older(timing::between_looks(board.size));
+  // What was read may be from before the wait.
+  if (board.answered_since(since) && !board.reports().empty())
+    return "another rank reports that a collective of this group has failed";
+  {
+    const std::lock_guard<std::mutex> lock(group_->mutex);
+    if (!group_->difference.empty())
+      return "the ranks are in different collectives: " + group_->difference;
+  }
+  report_alone();
+  return lost_process();
+}
+
+/// See Note [When the store is lost].
+std::string Wait::lost_process() {
+  Board& board = *group_->board;
+  const auto now = Clock::now();
+  if (now < look_at_) return {};
+  look_at_ = now + timing::kNeighbours;
+  if (ended_at_ == Clock::time_point()) {
+    if (board.look_around(ProcessState::kEnded).empty()) return {};
+    ended_at_ = now;
+  }
+  const bool alone = connects_ || (board.has_store && !board.answered_since(ended_at_));
+  return alone && now - ended_at_ > (connects_ ? timing::kOnTheWay : timing::kAlone)
+             ? "a process of this group has ended"
+             : "";
+}
+
+/// Reports a stall from this thread, if the store blocks the board's thread.
+void Wait::report_alone() {
+  if (!reports_stalls()) return;
+  Board& board = *group_->board;
+  const auto now = Clock::now();
+  const milliseconds limit = limit_of(board);
+  const auto silence = timing::until_alone(limit) + timing::between_looks(board.size);
+  if (now - since < next_report_ * (timing::until_asked(limit) + silence) ||
+      board.answered_since(now - silence))
+    return;
+  next_report_ *= 4;
+  Stall stall = view_of(*group_);
+  stall.store_answers = false;
+  print_report(describe(stall));
+}
+
+// --- the board's thread ---
+
+namespace {
+
+struct Watched {
+  Clock::time_point since;
+  int64_t call = 0;
+  std::string what;
+  bool on_device = false;
+};
+
+/// The wait of this rank's host in its last call, or else of its GPU.
+std::optional<Watched> find_wait(WatchedGroup& group) {
+  if (group.on_gpu.work && distributed::has_completed(*group.on_gpu.work)) group.on_gpu = {};
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  if (!group.waits.empty()) {
+    const int64_t call = group.calls.number;
+    return Watched{group.waits.front()->since, call, group.calls.name_of(call)};
+  }
+  if (!group.on_gpu.work) {
+    group.on_gpu = std::exchange(group.launched, {});
+    group.on_gpu_since = Clock::now();
+  }
+  if (!group.on_gpu.work) return std::nullopt;
+  return Watched{group.on_gpu_since, group.on_gpu.number, group.on_gpu.what, true};
+}
+
+void report(WatchedGroup& group, const Watched& wait, c10d::Store& store) {
+  Board& board = *group.board;
+  Stall stall = view_of(group);
+  stall.on_device = wait.on_device;
+  stall.mine.asked = group.number_of_question;
+  stall.mine.call = wait.call;
+  stall.mine.what = wait.what;
+  stall.mine.seconds = std::chrono::duration<double>(Clock::now() - wait.since).count();
+  const std::string key = key_of_verdict(group, wait.call);
+  const std::string round = key + '/' + std::to_string(group.due.count());
+  const std::string me = std::to_string(board.rank);
+  for (int next = 1; next < board.size; ++next) {
+    const int rank = (board.rank + next) % board.size;
+    if (const std::string text = get_or_empty(store, board.key_of(rank)); !text.empty()) {
+      const RankRecord& other = stall.others[rank] = RankRecord::decode(text);
+      std::string difference =
+          wait.on_device ? std::string() : apart(board.rank, stall.mine, rank, other);
+      if (!difference.empty()) {
+        const std::lock_guard<std::mutex> lock(group.mutex);
+        group.difference = std::move(difference);
+        return;
+      }
+    }
+    if (next == 1 && store.compareSet(round, std::string(), me) != me) return;
+  }
+  const auto now = find_wait(group);
+  if (!reports_stalls() || !is_stall(stall) || !now || now->since != wait.since) return;
+  const std::string verdict = describe(stall);
   store.set(key, verdict);
   print_report(verdict);
 }
 
+void watch_wait(WatchedGroup& group, c10d::Store& store) {
+  const std::optional<Watched> wait = find_wait(group);
+  if (!wait) return;
+  Board& board = *group.board;
+  const milliseconds limit = limit_of(board);
+  if (wait->since != group.since) {
+    group.since = wait->since;
+    group.due = limit;
+    group.number_of_question = 0;
+  }
+  const auto waited = Clock::now() - wait->since;
+  const auto ask_at = group.due - (limit - timing::until_asked(limit));
+  if (waited < ask_at) return;
+  if (group.number_of_question == 0) {
+    group.number_of_question = board.ask(store);
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    group.asked = true;
+  }
+  // Ranks of other hosts answer later, but before the wait ends.
+  const milliseconds report_at =
+      board.all_on_this_host()
+          ? group.due
+          : std::max(group.due, std::min(ask_at + timing::kAllAnswered, 2 * group.due));
+  if (waited < report_at) return;
+  report(group, *wait, store);
+  group.due *= 4;  // the cause may have changed
+  group.number_of_question = 0;
+}
+
+}  // namespace
+
+void watch_waits(Board& board, c10d::Store& store) {
+  for (const WatchedGroupPtr& group : all_watched()) {
+    if (group->board.get() == &board) watch_wait(*group, store);
+  }
+}
+
+milliseconds between_gpu_looks(const Board& board) {
+  return timing::between_gpu_looks(std::min(limit_of(board), kDefaultStallTime));
+}
+
+void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
+                       const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
+  const WatchedGroupPtr one = find_watched(group);
+  if (!one || !one->board->has_store || distributed::is_capturing()) return;
+  Launched before;
+  {
+    const std::lock_guard<std::mutex> lock(one->mutex);
+    before = std::exchange(one->launched, {work, one->calls.number, what});
+  }
+  one->board->watch_gpus();
+} catch (...) {
+  // A stall of this call is not reported.
+}
+
 std::string stall_verdict(const c10d::ProcessGroup& given) {
   const WatchedGroupPtr group = find_watched(given);
-  if (!group || !group->asked) return {};
+  if (!group) return {};
+  int64_t call = 0;
+  {
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    if (!group->asked) return {};
+    call = group->calls.number;
+  }
   const auto text = std::make_shared<std::string>();
-  const auto done = group->board->post([group, call = last_call(*group), text](c10d::Store& store) {
+  const auto done = group->board->post([group, call, text](c10d::Store& store) {
     *text = get_or_empty(store, key_of_verdict(*group, call));
   });
   return done.wait_for(timing::kForOthers) == std::future_status::ready ? *text : std::string();
 }
 
-// --- GPUs ---
+// --- the error of a failed collective ---
 
 namespace {
 
-/// The wait of a group's GPU. Used on the store's thread.
-struct GpuWait {
-  c10::intrusive_ptr<c10d::Work> work;  ///< the last launched one when the wait began
-  std::optional<Wait> wait;
-
-  void poll(const WatchedGroupPtr& group) {
-    if (work && !distributed::has_completed(*work)) return static_cast<void>(wait->poll());
-    wait.reset();
-    Launched last;
-    {
-      const std::lock_guard<std::mutex> lock(group->mutex);
-      last = std::exchange(group->launched, {});
+/// Reports the failure and collects other ranks' reports, until the state of every rank is known or
+/// patience ends. Returns whether the store answers. If it does not, the findings are the processes
+/// that this rank itself saw exit first; later, ranks that have given up also exit.
+bool collect(Board& board, const std::string& what, const std::string& cause, Findings& findings) {
+  const auto began = Clock::now();
+  auto until = began + (board.has_store ? board.patience : timing::kForOthers);
+  Proof told = board.look_around(), first = told;
+  board.report(what, cause, told);  // first, since other ranks may be waiting for this rank
+  for (;; board.wait_for_news(std::min(until, Clock::now() + timing::kLook))) {
+    // Before the reports are read: a rank may exit after it has reported.
+    const auto seen_at = Clock::now();
+    const Proof seen = board.look_around();
+    if (seen.size() > told.size()) board.report(what, cause, told = seen);
+    board.look_if_older(timing::while_collecting(board.size));
+    while (!board.answered_since(seen_at) && !board.failed_since(began) && Clock::now() < until) {
+      if (first.empty()) first = board.look_around();
+      if (!first.empty()) until = std::min(until, Clock::now() + timing::kForOthers);
+      board.wait_for_news(std::min(until, Clock::now() + timing::kLook));
     }
-    work = last.work;
-    if (work) wait.emplace(group, last);
+    // What was read may be from before the failure.
+    const bool answered = board.answered_since(began);
+    if (answered) findings = dead(board.reports(), board.rank);
+    if (board.answered_since(seen_at)) {
+      for (const auto& [rank, state] : seen) {
+        if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
+      }
+    }
+    const auto now = Clock::now();
+    if (!findings.proof.empty() || board.failed_since(began))
+      until = std::min(until, now + timing::kAfterProof);
+    const bool all = static_cast<int>(findings.reports.size()) == board.size - 1;
+    if (!all && now < until) continue;
+    if (!answered) findings.proof = first;
+    return answered;
   }
-};
+}
 
-/// Looks again and again while the group exists.
-void watch_gpu(const std::weak_ptr<WatchedGroup>& weak, const std::shared_ptr<GpuWait>& gpu) {
-  const WatchedGroupPtr group = weak.lock();
-  if (!group) return;
-  gpu->poll(group);
-  const auto pause =
-      timing::between_gpu_looks(std::min(time_of_questions(*group->board), kDefaultStallTime));
-  group->board->run_at(Clock::now() + pause, [weak, gpu] { watch_gpu(weak, gpu); });
+std::string describe(const Findings& findings, Board& board, const std::string& what,
+                     const std::string& cause, bool store_answers) {
+  std::string text;
+  for (const auto& [rank, state] : findings.proof)
+    text += "; rank " + std::to_string(rank) + ' ' + state;
+  if (!board.has_store) return text;
+  if (!store_answers) {
+    return text +
+           "; the store, through which ranks report, does not answer: the process that holds it, "
+           "usually rank 0 or the launcher, has ended, is stopped, or cannot be reached";
+  }
+  if (!findings.proof.empty()) return text;
+  std::vector<int> silent;
+  for (int rank = 0; rank < board.size; ++rank) {
+    if (rank != board.rank && findings.reports.count(rank) == 0) silent.push_back(rank);
+  }
+  if (!silent.empty()) {
+    text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") +
+            " not reported this failure within " + std::to_string(board.patience.count()) +
+            " ms: stopped, unreachable, or did not reach this collective";
+  } else {
+    text += "; every rank has reported this failure";
+    if (board.look_around(ProcessState::kEnded).empty()) text += ", and none has ended";
+  }
+  for (const auto& [rank, other] : findings.reports) {
+    // If a hook fails in the same call on several ranks, a silent rank is the reason.
+    const bool same_call = in_common(other.failure) == in_common(what);
+    if (same_call &&
+        (other.cause == cause || other.cause.empty() || (!cause.empty() && !silent.empty())))
+      continue;
+    text += "; rank " + std::to_string(rank) + " failed in " + other.failure +
+            (other.cause.empty() ? "" : ": " + other.cause);
+  }
+  return text;
 }
 
 }  // namespace
 
-void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
-                       const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
-  const WatchedGroupPtr one = find_watched(group);
-  if (!one || !one->board->has_store() || distributed::is_capturing()) return;
-  Launched before;
-  bool first = false;
-  {
-    const std::lock_guard<std::mutex> lock(one->mutex);
-    first = !std::exchange(one->gpu_is_watched, true);
-    before = std::exchange(one->launched, {work, one->calls.number, what});
+std::string report_failure(const c10d::ProcessGroup& group, const std::string& what,
+                           const std::string& cause) noexcept try {
+  const WatchedGroupPtr known = watched(group);
+  if (!known) return {};
+  Board& board = *known->board;
+  const std::lock_guard<std::mutex> lock(board.verdict_mutex);
+  if (!board.verdict) {
+    Findings findings;
+    const bool answers = collect(board, what, cause, findings);
+    board.verdict = describe(findings, board, what, cause, answers);
   }
-  if (first) watch_gpu(one, std::make_shared<GpuWait>());
+  return *board.verdict;
 } catch (...) {
-  // A stall of this call is not reported.
+  return {};
 }
 
 }  // namespace apex::parallel

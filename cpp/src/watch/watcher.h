@@ -4,7 +4,7 @@
 /// Determines why a rank waits in a collective, from other ranks' reports and from the state of
 /// their processes.
 
-#include <memory>
+#include <chrono>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -38,45 +38,58 @@ namespace apex::parallel {
 
 // Note [Stalls]
 //
-// A rank that has waited for 0.4 of the stall time reports that in the store, and asks. The other
-// ranks of its host are woken; those of other hosts look for news from time to time. Each answers
-// with its own position and activity, on the store's thread, since the main thread may be busy. A
-// rank that has answered that it is in no collective, and then starts to wait, reports that. When
-// the stall time has passed, the first rank that waits in this call reads all reports, prints which
-// rank is late, and leaves the text in the store, for the errors of the others. Ranks that wait in
-// different calls for the same rank may print one report each. The procedure repeats after 4, 16,
-// ... times the stall time. The reports also show whether ranks are in different collectives: see
-// Note [Ranks in different collectives].
+// The thread of a board also watches this rank's waits. When one has lasted for 0.4 of the stall
+// time, it reports that in the store, and asks. The other ranks of its host are woken; those of
+// other hosts look for news from time to time. Each answers with its own position and activity, on
+// its board's thread, since the main thread may be busy. A rank that has answered that it is in no
+// collective, and then starts to wait, reports that. When the stall time has passed, each waiting
+// rank compares its calls with those of the next rank, see Note [Ranks in different collectives].
+// The first rank that waits in this call reads all reports, prints which rank is late, and leaves
+// the text in the store, for the errors of the others. Ranks that wait in different calls for the
+// same rank may print one report each. The procedure repeats after 4, 16, ... times the stall time.
 //
-// Over NCCL the GPU waits while the host continues, possibly several calls ahead. So a timer checks
-// whether the last launched collective has completed. If it does not for the stall time, the rank
-// asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only if its
-// host has not made the call yet.
+// Over NCCL the GPU waits while the host continues, possibly several calls ahead. So the thread
+// checks whether the last launched collective has completed. If it does not for the stall time, the
+// rank asks the others. A busy GPU looks the same as a waiting one, so a rank counts as late only
+// if its host has not made the call yet.
 
 /// Records that this rank calls the collective `what` of `group`; see
 /// Note [Ranks in different collectives].
 APEX_API void begin_call(const c10d::ProcessGroup& group, const std::string& what) noexcept;
 
-/// Scope of a wait of this rank's host or GPU. Used by one thread at a time.
+/// Scope of a wait of this thread for other ranks of `group` in `what`, usually its last call.
 class Wait {
  public:
-  /// A wait in the last call of `group`.
-  explicit Wait(const c10d::ProcessGroup& group);
-  /// A wait of the GPU in `launched` or before it.
-  Wait(const WatchedGroupPtr& group, const Launched& launched);
+  using Clock = WatchedGroup::Clock;
+
+  /// @param connects  no connection exists yet that would break if a rank is killed
+  Wait(const c10d::ProcessGroup& group, const std::string& what, bool connects = false);
   ~Wait();
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
+  /// After how long to poll() first.
+  std::chrono::milliseconds before_polls() const;
   /// Why the wait will not end; empty while other ranks may just be late. Does not block: the
-  /// store's thread calls the store.
+  /// board's thread calls the store.
   std::string poll();
 
- private:
-  struct State;
+  const std::string& what;
+  const Clock::time_point since = Clock::now();
 
-  std::shared_ptr<State> state_;  ///< shared with the store's thread, which may outlive the wait
+ private:
+  void report_alone();
+  std::string lost_process();
+
+  const WatchedGroupPtr group_;
+  const bool connects_;
+  int next_report_ = 1;                   ///< in stall times; see report_alone()
+  Clock::time_point look_at_, ended_at_;  ///< see lost_process()
 };
+
+/// Watches the waits of this process in the channels of `board`. On its thread.
+void watch_waits(Board& board, c10d::Store& store);
+std::chrono::milliseconds between_gpu_looks(const Board& board);
 
 /// Records that this rank has launched `work`, the collective `what` of `group`, which the host
 /// does not wait for. Not while a graph is captured.
@@ -86,15 +99,15 @@ void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
 /// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
 /// are lost, and where other ranks have failed. Empty without a store. Blocks for at most an eighth
 /// of the group's timeout, and five seconds at most; less than one second if a process of this host
-/// has exited. The result is reused for ten seconds. Never throws.
-std::string report_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
+/// has exited. The first result is reused. Never throws.
+/// @param cause  what this rank's own code has raised; the other ranks report it too.
+std::string report_failure(const c10d::ProcessGroup& group, const std::string& what,
+                           const std::string& cause = {}) noexcept;
 
 /// For a rank that leaves `what` of `group` without an error of a collective, or throws instead of
 /// calling it: makes the ranks that wait in it give up. Waits briefly for the store.
-void announce_failure(const c10d::ProcessGroup& group, const std::string& what) noexcept;
-
-/// Whether this rank has reported that it does not wait. Its next wait must then correct that.
-bool others_wait(const c10d::ProcessGroup& group);
+void announce_failure(const c10d::ProcessGroup& group, const std::string& what,
+                      const std::string& cause = {}) noexcept;
 
 /// The stall report about the last call of `group`, by whichever rank; else "". Waits briefly for
 /// the store.

@@ -14,16 +14,15 @@
 
 namespace apex::testing {
 
-/// For programs that compile in code which asks a backend for its timeout. They define
-/// apex::distributed::gloo_timeout() and gloo_global_ranks() with this class.
+/// For programs that compile in code which asks a backend for its options. They define
+/// apex::distributed::gloo_options() with this class.
 class SilentBackend : public c10d::Backend {
  public:
   using Backend::Backend;
   const std::string getBackendName() const override { return "silent"; }
-  /// The shortest useful timeout: an eighth of it is half a second, the minimum patience.
-  std::chrono::milliseconds timeout() const { return std::chrono::seconds(4); }
-  /// Global rank of each rank, as Gloo reports for a subgroup.
-  std::vector<uint64_t> global_ranks;
+  /// With the shortest useful timeout: an eighth of it is half a second, the minimum patience.
+  const c10::intrusive_ptr<Options> options =
+      c10::make_intrusive<Options>("silent", std::chrono::seconds(4));
 };
 
 /// One group per rank, as in separate processes.

@@ -31,14 +31,9 @@
 namespace apex::distributed {
 
 // The library's versions query Gloo and NCCL, which are not compiled into this program.
-std::optional<std::chrono::milliseconds> gloo_timeout(c10d::Backend& backend) {
+c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& backend) {
   auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
-  return silent == nullptr ? std::nullopt : std::optional(silent->timeout());
-}
-
-std::vector<uint64_t> gloo_global_ranks(c10d::Backend& backend) {
-  auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
-  return silent == nullptr ? std::vector<uint64_t>() : silent->global_ranks;
+  return silent == nullptr ? nullptr : silent->options;
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest&) { return nullptr; }
@@ -139,7 +134,8 @@ class InterruptionCheck {
 
 void set_global_ranks(const std::vector<Group>& groups, const std::vector<uint64_t>& ranks) {
   for (const Group& group : groups) {
-    dynamic_cast<SilentBackend&>(*group->getBackend(at::kCPU)).global_ranks = ranks;
+    dynamic_cast<SilentBackend&>(*group->getBackend(at::kCPU)).options->global_ranks_in_group =
+        ranks;
   }
 }
 
@@ -171,6 +167,32 @@ TEST(Collectives, CauseOfEveryKind_IsToldWithoutABacktrace) {
     expect_starts_with(text_of(std::current_exception()),
                        "rank 0 of 2: x failed: torch's (advice)");
   }
+}
+
+// The hook of each survivor fails because of the third rank.
+TEST(Collectives, RankIsSilentWhileHooksFailOnTheOthers_ItAloneIsNamed) {
+  const auto gloo = std::make_exception_ptr(
+      std::runtime_error("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"));
+  for (const std::exception_ptr& error : {gloo, cable()}) {
+    const std::string cause = own_cause(error);
+    const auto groups = make_stored_groups(3, "hooks" + cause);
+    announce_failure(*groups[1], "hook, of backward number 2", cause.empty() ? "" : "another");
+    const std::string text = communication_error([&] {
+      throw_communication_error("hook, of backward number 3", *groups[0], error, kFixHook);
+    });
+    expect_has(text, "; rank 2 has not reported this failure");
+    EXPECT_EQ(text.find("rank 1"), std::string::npos) << text;
+    expect_has(text, cause.empty() ? kLookAtOthers : kFixHook);
+  }
+}
+
+TEST(Collectives, HookFailsOnOneRank_ErrorsOfTheOthersHaveItsCause) {
+  const auto groups = make_stored_groups(3, "a hook");
+  announce_failure(*groups[1], "hook", own_cause(cable()));
+  const std::string text = communication_error(
+      [&] { throw_communication_error("hook", *groups[0], std::make_exception_ptr(Error("x"))); });
+  expect_has(text, "; rank 2 has not reported this failure");
+  expect_has(text, "; rank 1 failed in hook: cable");
 }
 
 // Ranks of a subgroup are renumbered, so a message with "rank 1" alone would mislead.

@@ -529,7 +529,9 @@ class HostGroups : public HostHierarchyTest {};
 TEST_P(HostGroups, OfReducersThatEnd_LeaveNoFileMappingOrThread) {
   expect_done(run(GetParam(), [](Rank& self) {
     repeat(20, [&](int i) {
-      const auto group = make_separate_group(self.group, "again " + std::to_string(i));
+      const std::string name = "again " + std::to_string(i);
+      const auto group = make_separate_group(self.group, name);
+      watch_with(*group, *self.group, name);
       issue_all_reduce("a sum", *group, at::ones({100003}))->wait();
     });
   }));

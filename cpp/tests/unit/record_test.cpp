@@ -3,7 +3,6 @@
 
 #include "watch/record.h"
 
-#include <map>
 #include <string>
 #include <vector>
 
@@ -36,6 +35,7 @@ TEST(RankRecord, Encoded_IsDecodedAsItWas) {
   record.waits = true;
   record.asked = 4;
   record.state = "two\nlines";
+  record.cause = "why";
   record.calls = called({"x", "broadcast"}, 11).calls;
   const RankRecord read = RankRecord::decode(record.encode());
   EXPECT_EQ(read.encode(), record.encode());
@@ -43,6 +43,7 @@ TEST(RankRecord, Encoded_IsDecodedAsItWas) {
   EXPECT_EQ(read.what, record.what);
   EXPECT_EQ(read.state, record.state);
   EXPECT_EQ(read.failure, record.failure);
+  EXPECT_EQ(read.cause, record.cause);
   EXPECT_EQ(read.proof, record.proof);
   EXPECT_EQ(read.calls.at("c").name_of(12), "x");
 }
@@ -67,7 +68,9 @@ TEST(Dead, ReportsOfOthersAndProofAboutRanksWithoutOneAreTaken) {
   const Proof proof{{0, "is stopped"}, {1, "has ended"}, {3, "has ended"}};
   const Findings findings =
       dead({{0, failed("mine")}, {1, failed("b")}, {2, failed("c", proof)}}, 0);
-  EXPECT_EQ(findings.reports, (std::map<int, std::string>{{1, "b"}, {2, "c"}}));
+  ASSERT_EQ(findings.reports.size(), 2u);
+  EXPECT_EQ(findings.reports.at(1).failure, "b");
+  EXPECT_EQ(findings.reports.at(2).failure, "c");
   // Rank 1 has reported since, and this rank was stopped and continues.
   EXPECT_EQ(findings.proof, (Proof{{3, "has ended"}}));
 }

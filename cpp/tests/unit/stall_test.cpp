@@ -203,6 +203,8 @@ TEST(StallVerdict, ManyAreLate_AFewAreDescribed) {
   EXPECT_LT(text.size(), 1500U);
 }
 
+const std::string kName = "b";
+
 /// With a stall time of 400 ms.
 class StallTest : public ::testing::Test {
  protected:
@@ -219,7 +221,7 @@ class StallTest : public ::testing::Test {
     for (size_t rank = 0; rank < groups.size(); ++rank) {
       if (rank >= waiting) continue;
       begin_call(*groups[rank], "b");
-      waits.push_back(std::make_unique<Wait>(*groups[rank]));
+      waits.push_back(std::make_unique<Wait>(*groups[rank], kName));
     }
     const auto until = std::chrono::steady_clock::now() + longest;
     while (stall_report() == before && std::chrono::steady_clock::now() < until) {
@@ -236,7 +238,8 @@ class StallTest : public ::testing::Test {
 TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const auto groups = make_stored_groups(4, "away");
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
-  EXPECT_TRUE(others_wait(*groups[3]));  // so that it reports its next wait
+  // So that it reports its next wait.
+  EXPECT_TRUE(watched(*groups[3])->board->said_elsewhere);
   expect_has(text, "who:   rank 3 holds it up; ranks ");
   expect_has(text, "rank 3 is in no collective; its last began ");
   expect_has(text, " before it was asked: a");
@@ -256,7 +259,7 @@ TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
   const auto groups = make_stored_groups(3, "errors");
   for (const auto& group : groups) begin_call(*group, "a");
   std::vector<std::unique_ptr<Wait>> waits;
-  for (const int rank : {0, 2}) waits.push_back(std::make_unique<Wait>(*groups[rank]));
+  for (const int rank : {0, 2}) waits.push_back(std::make_unique<Wait>(*groups[rank], kName));
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   const auto known = [&](int rank) { return stall_verdict(*groups[rank]); };
   while ((known(0).empty() || known(2).empty()) && std::chrono::steady_clock::now() < until) {
@@ -275,8 +278,7 @@ TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
   const std::string before = stall_report();
   begin_call(*groups[0], "a");
   {
-    Wait wait(*groups[0]);
-    // The wait counts as having begun a quarter of a second earlier.
+    Wait wait(*groups[0], kName);
     const auto until = std::chrono::steady_clock::now() + milliseconds(100);
     while (std::chrono::steady_clock::now() < until) {
       wait.poll();
@@ -385,7 +387,7 @@ TEST(StoreDoesNotAnswer, FirstCallOfAGroup_DoesNotWaitForIt) {
   store->released.set_value();
 }
 
-// One request each time; see Board::look().
+// One request each time; see Board::read_news().
 TEST(StallTimes, RanksThatTrainOrWait_AskAtMostAThousandTimesASecond) {
   constexpr int kRanks = 10000;
   EXPECT_GE(timing::kIdle, std::chrono::seconds(10));

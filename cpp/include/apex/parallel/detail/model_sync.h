@@ -53,8 +53,9 @@ APEX_API void verify_same_model(const std::vector<NamedTensor>& tensors,
 APEX_API void require_sendable(const std::vector<NamedTensor>& tensors, const std::string& what,
                                const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-/// Default message size of broadcast_coalesced().
-constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
+/// Largest message of a broadcast. Each rank needs memory for it, and blocks of shared memory stay
+/// as large as the largest message.
+constexpr int64_t kBroadcastBytes = int64_t{32} << 20;
 
 /// Overwrites every tensor with rank `root`'s, bit for bit. Tensors may have any strided dtype,
 /// shape, strides and device. Tensors on one device are sent together as bytes, in messages of at
