@@ -257,8 +257,7 @@ std::string stall_verdict(const c10d::ProcessGroup& given) {
 namespace {
 
 /// Reports the failure and collects other ranks' reports, until the state of every rank is known or
-/// patience ends. Returns whether the store answers. If it does not, the findings are the processes
-/// that this rank itself saw exit first; later, ranks that have given up also exit.
+/// patience ends. Returns whether the store answers.
 bool collect(Board& board, const std::string& what, const std::string& cause, Findings& findings) {
   const auto began = Clock::now();
   auto until = began + (board.has_store ? board.patience : timing::kForOthers);
@@ -288,7 +287,11 @@ bool collect(Board& board, const std::string& what, const std::string& cause, Fi
       until = std::min(until, now + timing::kAfterProof);
     const bool all = static_cast<int>(findings.reports.size()) == board.size - 1;
     if (!all && now < until) continue;
-    if (!answered) findings.proof = first;
+    // If the store has not answered since, what was seen first: later, ranks that have given up
+    // also exit.
+    for (const auto& [rank, state] : first) {
+      if (findings.reports.count(rank) == 0) findings.proof.emplace(rank, state);
+    }
     return answered;
   }
 }
