@@ -168,7 +168,7 @@ Group make_group(const std::string& name, const std::string& description,
   group->setGroupDesc(description);
   // From here on, also a process that was forked from this one is known.
   const auto* const host = dynamic_cast<parallel::HostBackend*>(backend.get());
-  if (host != nullptr) parallel::remember_processes(*group, host->links().processes);
+  if (host != nullptr) parallel::remember_processes(*group, host->processes());
   parallel::watched(*group);
   c10d::register_process_group(name, group);
   return group;
