@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <string>
-
 #include <torch/torch.h>
 
-/// Images [N, 1, 8, 8] float32 of 0..1 and their digits [N] int64.
+/// Images [N, 1, 8, 8] float32 and their digits [N] int64.
 struct Split {
   torch::Tensor images;
   torch::Tensor labels;
@@ -18,6 +16,5 @@ struct Digits {
   Split test;   // 360
 };
 
-/// Reads the file that make_digits.py writes.
-/// @throws std::runtime_error where there is none or it has another size.
-Digits read_digits(const std::string& path);
+/// Draws digits, shifted and with noise: the same ones in every call.
+Digits draw_digits();

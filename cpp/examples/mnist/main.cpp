@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Trains a small network on handwritten digits, on one process or on many:
+// Trains a small network on images of digits, on one process or on many:
 //
 //     ./mnist
 //     torchrun --no-python --nproc_per_node=2 ./mnist --epochs=15 --save=run.ckpt
@@ -13,7 +13,6 @@
 
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -60,14 +59,12 @@ struct Arguments {
   int64_t batch_size = 64;  // over all ranks together
   double lr = 0.1;
   std::string precision = "fp32";  // or bf16, fp16: of the forward pass
-  std::string data;                // default: digits.bin beside the program
   std::string save;                // a checkpoint: read if it exists, written after every epoch
 };
 
 /// Options as --name=value.
 Arguments parse(int argc, char** argv) {
   Arguments args;
-  args.data = (std::filesystem::path(argv[0]).parent_path() / "digits.bin").string();
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
     const size_t sign = option.find('=');
@@ -81,14 +78,12 @@ Arguments parse(int argc, char** argv) {
       args.lr = std::stod(value);
     } else if (name == "--precision") {
       args.precision = value;
-    } else if (name == "--data") {
-      args.data = value;
     } else if (name == "--save") {
       args.save = value;
     } else {
       throw std::runtime_error(
           "the options are --epochs=N, --batch-size=N, --lr=X, "
-          "--precision=fp32, bf16 or fp16, --data=FILE and --save=FILE");
+          "--precision=fp32, bf16 or fp16, and --save=FILE");
     }
   }
   return args;
@@ -178,7 +173,7 @@ bool ranks_agree(const Net& net) {
 
 void run(const Arguments& args) {
   const torch::Device device = start_job();
-  const Digits digits = read_digits(args.data);
+  const Digits digits = draw_digits();
   const Split train = digits.train.to(device), test = digits.test.to(device);
 
   torch::manual_seed(1);

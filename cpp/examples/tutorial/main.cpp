@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <filesystem>
 #include <string>
 
 #include <torch/torch.h>
@@ -29,9 +28,9 @@ torch::nn::Sequential make_net() {
                                torch::nn::Linear(32 * 4 * 4, 10));
 }
 
-void train(const std::string& data, int64_t epochs, const std::string& file) {
+void train(int64_t epochs, const std::string& file) {
   dist::init_process_group("gloo");  // NEW
-  const Digits digits = read_digits(data);
+  const Digits digits = draw_digits();
   torch::manual_seed(1);  // the same on every rank, so that all draw the same batches
   torch::nn::Sequential layers = make_net();
   apex::parallel::convert_sync_batch_norm(*layers);     // NEW: statistics of the whole batch
@@ -87,8 +86,7 @@ void train(const std::string& data, int64_t epochs, const std::string& file) {
 
 int main(int argc, char** argv) {
   try {
-    const auto data = std::filesystem::path(argv[0]).parent_path() / "digits.bin";
-    train(data.string(), argc > 1 ? std::stoll(argv[1]) : 4, argc > 2 ? argv[2] : "");
+    train(argc > 1 ? std::stoll(argv[1]) : 4, argc > 2 ? argv[2] : "");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "tutorial: %s\n", error.what());
     return 1;
