@@ -267,8 +267,9 @@ std::vector<bool> broadcast_pieces(const std::vector<at::Tensor>& pieces, const 
   std::vector<bool> changed(pieces.size(), receives);
   if (!receives) return changed;
   if (!flat.is_cpu()) {
+    const std::vector<at::Tensor> received = flat.split_with_sizes(lengths);
     const c10::InferenceMode any;  // for tensors created in inference mode
-    at::_foreach_copy_(pieces, flat.split_with_sizes(lengths));
+    at::_foreach_copy_(pieces, received);
     return changed;
   }
   // Unchanged parts are not written: a forward whose backward is pending may have saved them.
