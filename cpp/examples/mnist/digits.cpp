@@ -23,7 +23,7 @@ Digits draw_digits() {
   const auto labels = torch::randint(10, {count}, generator, torch::kInt64);
   const auto shifts = torch::randint(8, {count}, generator, torch::kInt64);
   // Noise, in which every glyph is somewhere.
-  const auto images = torch::randn({count, 1, kSide, kSide}, generator, torch::kFloat32).mul_(0.6);
+  const auto images = torch::randn({count, 1, kSide, kSide}, generator, torch::kFloat32).mul_(0.3);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t shift = shifts[i].item<int64_t>();
     const char* glyph = kGlyphs[labels[i].item<int64_t>()];
