@@ -229,7 +229,7 @@ def test_cpp_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     together = run_cpp("mnist", 2, tmp_path, "--epochs=2", save)
     rest = run_cpp("mnist", 2, tmp_path, "--epochs=15", save)
     assert losses(together) + losses(rest)[:1] == pytest.approx(losses(alone), rel=1e-4)
-    assert "97." in rest and "2 ranks, fp32, parameters bitwise equal" in rest
+    assert "96." in rest and "2 ranks, fp32, parameters bitwise equal" in rest
     mixed = run_cpp("mnist", 2, tmp_path, "--epochs=2", "--precision=bf16")
     assert losses(mixed) != losses(together) and losses(mixed)[-1] < 2.2
 
