@@ -197,7 +197,7 @@ c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::Pr
                                                const at::Tensor& tensor, int64_t root) {
   const auto channel = channel_for(what, group, {tensor});
   return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
-    if (channel) return channel->broadcast(what, {tensor}, root);
+    if (channel) return channel->broadcast(what, tensor, root);
     std::vector<at::Tensor> message{tensor};
     c10d::BroadcastOptions options;
     options.rootRank = root;

@@ -230,9 +230,9 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
-  only(tensors, "apex:broadcast");
+  const at::Tensor& tensor = only(tensors, "apex:broadcast");
   HostCall call = begin(c10d::OpType::BROADCAST, "apex:broadcast", options, tensors, tensors);
-  return channel()->broadcast(std::move(call), tensors, options.rootRank);
+  return channel()->broadcast(std::move(call), tensor, options.rootRank);
 }
 
 WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,

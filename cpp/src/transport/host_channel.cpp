@@ -101,10 +101,7 @@ struct HostChannel::Operation final : HostJob {
   Message message;
   std::vector<at::Tensor> sent;  ///< consecutive in the message
   at::Tensor output;             ///< kept alive, and written
-  /// Also kept alive and written. Broadcast: consecutive in the message. Gather: one per rank.
-  std::vector<at::Tensor> parts;
-  /// Per part, whether it was written. Null: all parts are written.
-  std::shared_ptr<std::vector<uint8_t>> changed;
+  std::vector<at::Tensor> parts;  ///< also kept alive and written by a gather: one per rank
 
   Phase phase = Phase::kIssued;
   uint64_t number = 0;
@@ -203,19 +200,12 @@ HostChannel::WorkPtr HostChannel::reduce_scatter(HostCall call, const at::Tensor
   return issue(std::move(call), std::move(job));
 }
 
-HostChannel::WorkPtr HostChannel::broadcast(HostCall call, std::vector<at::Tensor> parts,
-                                            int64_t root,
-                                            std::shared_ptr<std::vector<uint8_t>> changed) {
-  const bool one = parts.size() == 1 && !changed;
-  auto operation = describe(call.what, Kind::kBroadcast, one ? parts[0] : at::Tensor());
+HostChannel::WorkPtr HostChannel::broadcast(HostCall call, const at::Tensor& tensor,
+                                            int64_t root) {
+  auto operation = describe(call.what, Kind::kBroadcast, tensor);
   operation->message.root = static_cast<int32_t>(root);
-  if (root == rank_) operation->sent = parts;
-  operation->parts = std::move(parts);
-  operation->changed = std::move(changed);
-  if (!one) {
-    for (const at::Tensor& part : operation->parts)
-      operation->message.numel += static_cast<int64_t>(part.nbytes());
-  }
+  operation->output = tensor;
+  if (root == rank_) operation->sent = {tensor};
   return issue(std::move(call), std::move(operation));
 }
 
@@ -390,7 +380,8 @@ void HostChannel::do_part(Operation& operation) {
       break;
     }
     case Kind::kBroadcast:
-      if (root != rank_) take_parts(operation, from[static_cast<size_t>(root)]);
+      if (root != rank_)
+        copy_bytes(data_of(output), from[static_cast<size_t>(root)], output.nbytes());
       break;
     case Kind::kAllGather:
       for (size_t peer = 0; peer < from.size(); ++peer) {
@@ -412,19 +403,6 @@ void HostChannel::sum_part(const Operation& operation) const {
   parts[static_cast<size_t>(rank_)] = data_of(tensor) + begin;  // the copy lacks it
   combine(operation.message.op, tensor.scalar_type(), (end - begin) / tensor.element_size(),
           {parts.begin(), parts.end()}, parts);
-}
-
-/// Of a broadcast.
-void HostChannel::take_parts(const Operation& operation, const char* message) const {
-  for (size_t i = 0; i < operation.parts.size(); ++i) {
-    const at::Tensor& part = operation.parts[i];
-    char* const to = data_of(part);
-    const size_t bytes = part.nbytes();
-    const bool differs = bytes > 0 && (!operation.changed || std::memcmp(to, message, bytes) != 0);
-    if (differs) copy_bytes(to, message, bytes);
-    if (operation.changed) (*operation.changed)[i] = static_cast<uint8_t>(differs);
-    message += bytes;
-  }
 }
 
 /// Copies the sum of parts back, except for this rank's.

@@ -81,10 +81,7 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// completed. None of these functions waits for other ranks.
   /// @throws Error if the channel has failed before, or in a process forked since its construction.
   WorkPtr all_reduce(HostCall call, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op);
-  /// Sends `parts` as one message. `changed` has one entry per part and outlives the call. If
-  /// given, a part is written, and its entry set, only if its bytes differ from the root's.
-  WorkPtr broadcast(HostCall call, std::vector<at::Tensor> parts, int64_t root,
-                    std::shared_ptr<std::vector<uint8_t>> changed = nullptr);
+  WorkPtr broadcast(HostCall call, const at::Tensor& tensor, int64_t root);
   /// Gathers `share` of every rank, in rank order, into one tensor or into one tensor per rank.
   WorkPtr all_gather(HostCall call, std::vector<at::Tensor> gathered, const at::Tensor& share);
   /// Gives each rank its share of the sum of `sent` (shaped like `gathered` above).
@@ -134,7 +131,6 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   void check_messages(const Operation& operation) const;
   void do_part(Operation& operation);
   void sum_part(const Operation& operation) const;
-  void take_parts(const Operation& operation, const char* message) const;
   void take_result(const Operation& operation) const;
   char* memory_of(int rank) const {
     return rank == rank_ ? memory_->data() : peers_[static_cast<size_t>(rank)].memory->data();

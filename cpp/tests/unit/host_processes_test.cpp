@@ -108,7 +108,7 @@ void train(HostChannel& channel, int rank, int ranks) {
   channel.all_gather("gather", {all}, at::full({40000}, rank, at::kFloat))->wait();
   check(all.narrow(0, 40000 * (ranks - 1), 40000), ranks - 1, "gathered");
   at::Tensor root = at::full({3}, rank, at::kFloat);
-  channel.broadcast("broadcast", {root}, 1)->wait();
+  channel.broadcast("broadcast", root, 1)->wait();
   check(root, 1, "broadcast");
   at::Tensor share = at::empty({3000}, at::kFloat);
   channel.reduce_scatter("share", share, {at::full({3000 * ranks}, rank, at::kFloat)}, Op::SUM)
