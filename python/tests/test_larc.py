@@ -81,6 +81,14 @@ def test_step_matches_scalar_reference(
             assert mine == pytest.approx(numbers, rel=tolerance, abs=tolerance)
 
 
+def test_maximizing_decays_like_minimizing_the_negative() -> None:
+    up, down = random_params(torch.float64), random_params(torch.float64)
+    for params, maximize in ((up, True), (down, False)):
+        set_grads(params, 3, 1.0 if maximize else -1.0)
+        LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1, maximize=maximize)).step()
+    assert all(torch.equal(a, b) for a, b in zip(up, down, strict=True))
+
+
 def test_step_zero_norms_and_missing_gradients_are_left_alone() -> None:
     zero, without, silent = (nn.Parameter(torch.full((2,), v)) for v in (0.0, 1.0, 1.0))
     optimizer = LARC(torch.optim.SGD([zero, without, silent], lr=0.5, weight_decay=0.1))

@@ -92,6 +92,11 @@ def test_operator_refuses_expanded_running_statistics(name: str) -> None:
     OPS.sync_batch_norm(*(_forward() | {"weight": torch.ones(1).expand(3)}).values())
 
 
+def test_operator_refuses_eps_of_zero_as_torch_does() -> None:
+    with pytest.raises(ValueError, match="eps must be positive during training, but got 0"):
+        OPS.sync_batch_norm(*(_forward() | {"eps": 0.0}).values())
+
+
 def test_operator_needs_a_group_that_exists() -> None:
     for call, make in CALLS.values():
         with pytest.raises(RuntimeError, match="no process group is registered as 'gone'"):

@@ -52,9 +52,9 @@ static_assert(sizeof(Header) % sizeof(double) == 0, "what follows is aligned");
 constexpr int64_t kRoom = int64_t{64} << 10;
 
 constexpr const char* kRemedy =
-    ". Run the same synchronized layers, with the same number of channels, in the same order in "
-    "forward and backward on every rank; use eval() for a forward on one rank only, and "
-    "DistributedDataParallel.join() if ranks have different numbers of batches";
+    ". Run the same synchronized layers, with the same number of channels and for the same number "
+    "of batches, in the same order in forward and backward on every rank; use eval() for a forward "
+    "on one rank only";
 
 std::string describe(const Peers& peers, Direction direction) {
   static constexpr const char* kNames[] = {"forward", "backward", "second derivative"};

@@ -61,6 +61,7 @@ void check_updated(const OptionalTensor& tensor, const at::Tensor& input, const 
 
 void check(const ForwardArguments& a) {
   check_input(a.input);
+  TORCH_CHECK_VALUE(a.eps > 0, "batch_norm eps must be positive during training, but got ", a.eps);
   check_channels(a.weight, a.input, "weight");
   check_channels(a.bias, a.input, "bias");
   check_updated(a.running_mean, a.input, "running_mean");

@@ -99,8 +99,8 @@ struct HostChannel::Operation final : HostJob {
   std::shared_ptr<HostChannel> channel;
   std::string what;
   Message message;
-  std::vector<at::Tensor> sent;  ///< consecutive in the message
-  at::Tensor output;             ///< kept alive, and written
+  std::vector<at::Tensor> sent;   ///< consecutive in the message
+  at::Tensor output;              ///< kept alive, and written
   std::vector<at::Tensor> parts;  ///< also kept alive and written by a gather: one per rank
 
   Phase phase = Phase::kIssued;
@@ -200,8 +200,7 @@ HostChannel::WorkPtr HostChannel::reduce_scatter(HostCall call, const at::Tensor
   return issue(std::move(call), std::move(job));
 }
 
-HostChannel::WorkPtr HostChannel::broadcast(HostCall call, const at::Tensor& tensor,
-                                            int64_t root) {
+HostChannel::WorkPtr HostChannel::broadcast(HostCall call, const at::Tensor& tensor, int64_t root) {
   auto operation = describe(call.what, Kind::kBroadcast, tensor);
   operation->message.root = static_cast<int32_t>(root);
   operation->output = tensor;

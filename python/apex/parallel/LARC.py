@@ -121,9 +121,13 @@ class LARC(WrappedOptimizer):
                     )
         for group, decay in zip(self.param_groups, decays, strict=True):
             for params in alike(group["params"]):
-                self._adapt_alike(params, group["lr"], decay)
+                # A maximizing optimizer negates the gradient, which then holds the decay.
+                decay_in_gradient = -decay if group.get("maximize") else decay
+                self._adapt_alike(params, group["lr"], decay, decay_in_gradient)
 
-    def _adapt_alike(self, params: list[torch.Tensor], lr: Any, decay: Any) -> None:
+    def _adapt_alike(
+        self, params: list[torch.Tensor], lr: Any, decay: Any, decay_in_gradient: Any
+    ) -> None:
         """Adapt the gradients of parameters with one device and dtype."""
         grads: list[Any] = [param.grad for param in params]
         dtype = torch.promote_types(params[0].dtype, torch.float32)
@@ -139,7 +143,7 @@ class LARC(WrappedOptimizer):
         wide = [grad.to(dtype) for grad in grads]
         torch._foreach_mul_(wide, list(factors.unbind()))
         if isinstance(decay, torch.Tensor) or decay != 0:
-            shares = torch.where(usable, factors * decay, 0)
+            shares = torch.where(usable, factors * decay_in_gradient, 0)
             torch._foreach_addcmul_(wide, [p.to(dtype) for p in params], list(shares.unbind()))
         if wide[0] is not grads[0]:
             torch._foreach_copy_(grads, wide)

@@ -47,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):
     Input dtype: float16, bfloat16, float32 or float64. Elements are computed in float32, or in
     float64 for float64 input; statistics are merged in float64. Parameters and running statistics
     may have any of these dtypes. Evaluation, and training of one rank on the CPU, are torch's own
-    batch norm.
+    batch norm, with the combinations of dtypes that it takes.
 
     Gradients of ``weight`` and ``bias`` are sums over this rank's values only, as for every other
     parameter, and DistributedDataParallel averages them. Higher derivatives are supported (of one
