@@ -62,6 +62,26 @@ def test_random_programs_have_the_bits_of_a_reference(
 
 
 @on_ranks(2)
+def test_average_over_gloo_raises_if_the_other_rank_has_left(rank: int, world: int) -> None:
+    with host_channel("0"):
+        one = group()
+    if rank == 1:
+        dist.destroy_process_group(one)
+        return
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        with raises(RuntimeError):
+            dist.all_reduce(torch.ones(3), op, group=one)
+
+
+@on_ranks(2)
+def test_broadcast_from_no_rank_is_refused(rank: int, world: int) -> None:
+    one = group()
+    for root in (-1, 2):
+        with raises(ValueError, f"invalid root rank: {root}"):
+            dist.broadcast(torch.ones(3), group=one, group_src=root)
+
+
+@on_ranks(2)
 def test_ranks_without_shared_memory_go_by_gloo(rank: int, world: int) -> None:
     with host_channel("0"):
         one = group()

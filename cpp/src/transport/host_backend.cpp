@@ -50,18 +50,33 @@ const at::Tensor& only(const Tensors& tensors, const std::string& what) {
   return tensors.front();
 }
 
-/// The average of `sum`, the sum of `tensors`; sums by Gloo have no average.
-WorkPtr average_of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
-  const auto divide = [tensors, ranks](c10::ivalue::Future& done) {
-    if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& tensor : tensors) tensor.div_(ranks);
-    return c10::IValue(tensors);
-  };
-  return c10d::Work::create_from_future(
-      sum->getFuture()->then(divide, c10::ListType::create(c10::TensorType::get())));
-}
+/// The average of a sum, divided on completion. (The wait() of c10d::Work::create_from_future()
+/// throws no error of the future.)
+class Average final : public c10d::Work {
+ public:
+  static WorkPtr of(const WorkPtr& sum, const Tensors& tensors, int ranks) {
+    const auto divide = [tensors, ranks](c10::ivalue::Future& done) {
+      if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& tensor : tensors) tensor.div_(ranks);
+      return c10::IValue(tensors);
+    };
+    auto work = c10::make_intrusive<Average>();
+    work->tensors_ = tensors;
+    work->future_ = sum->getFuture()->then(divide, c10::ListType::create(c10::TensorType::get()));
+    work->future_->addCallback([work](c10::ivalue::Future& done) {
+      work->finish(done.hasError() ? done.exception_ptr() : nullptr);
+    });
+    return work;
+  }
+  std::vector<at::Tensor> result() override { return tensors_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  Tensors tensors_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
 
 /// Returns the only list in `lists`, which has a tensor for each rank.
 const Tensors& only_list(const std::vector<Tensors>& lists, int ranks, const char* what) {
@@ -225,12 +240,14 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   if (asked != Op::AVG) return gloo()->allreduce(tensors, options);
   c10d::AllreduceOptions sum = options;
   sum.reduceOp = Op::SUM;
-  return average_of(allreduce(tensors, sum), tensors, size_);
+  return Average::of(allreduce(tensors, sum), tensors, size_);
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
   const at::Tensor& tensor = only(tensors, "apex:broadcast");
+  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < size_,
+                    "apex:broadcast: invalid root rank: ", options.rootRank, " of ", size_);
   HostCall call = begin(c10d::OpType::BROADCAST, "apex:broadcast", options, tensors, tensors);
   return channel()->broadcast(std::move(call), tensor, options.rootRank);
 }

@@ -37,6 +37,7 @@ char* map(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) throw_system_error("shared memory could not be mapped (mmap)", fd);
   ::madvise(data, bytes, MADV_HUGEPAGE);  // not every system supports huge pages
+  ::madvise(data, bytes, MADV_DONTDUMP);  // a core dump would allocate every page of the file
   return static_cast<char*>(data);
 }
 
