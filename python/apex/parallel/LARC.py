@@ -24,17 +24,15 @@ class LARC(WrappedOptimizer):
         g <- (g + w * p) * (min(local / lr, 1) if clip else local)
 
     Then the wrapped optimizer steps with weight decay 0. A parameter whose norm or gradient norm is
-    zero keeps its gradient and gets no weight decay.
-
-    Groups, state, defaults and learning rates are those of the wrapped optimizer (``optim``), so
-    schedulers, checkpoints and :mod:`apex.amp` work on either object.
+    zero keeps its gradient and gets no weight decay. Groups, state, defaults and learning rates are
+    those of the wrapped optimizer (``optim``): schedulers, checkpoints and :mod:`apex.amp` work on
+    either object.
 
     Args:
         optimizer: the optimizer to wrap; dense real gradients only.
-        trust_coefficient: see above; positive and finite.
-        clip: scale the learning rate down only (LARC). False replaces it by the local rate times lr
-            (LARS).
-        eps: see above; finite, and not negative.
+        trust_coefficient: positive and finite.
+        clip: scale the learning rate down only (LARC). False: by the local rate times lr (LARS).
+        eps: finite, and not negative.
 
     Raises:
         ValueError: for a trust_coefficient or eps outside of these ranges.
@@ -121,13 +119,10 @@ class LARC(WrappedOptimizer):
                     )
         for group, decay in zip(self.param_groups, decays, strict=True):
             for params in alike(group["params"]):
-                # A maximizing optimizer negates the gradient, which then holds the decay.
-                decay_in_gradient = -decay if group.get("maximize") else decay
-                self._adapt_alike(params, group["lr"], decay, decay_in_gradient)
+                sign = -1 if group.get("maximize") else 1  # of the gradient in the step
+                self._adapt_alike(params, group["lr"], decay, sign)
 
-    def _adapt_alike(
-        self, params: list[torch.Tensor], lr: Any, decay: Any, decay_in_gradient: Any
-    ) -> None:
+    def _adapt_alike(self, params: list[torch.Tensor], lr: Any, decay: Any, sign: int) -> None:
         """Adapt the gradients of parameters with one device and dtype."""
         grads: list[Any] = [param.grad for param in params]
         dtype = torch.promote_types(params[0].dtype, torch.float32)
@@ -143,7 +138,7 @@ class LARC(WrappedOptimizer):
         wide = [grad.to(dtype) for grad in grads]
         torch._foreach_mul_(wide, list(factors.unbind()))
         if isinstance(decay, torch.Tensor) or decay != 0:
-            shares = torch.where(usable, factors * decay_in_gradient, 0)
+            shares = torch.where(usable, factors * decay * sign, 0)
             torch._foreach_addcmul_(wide, [p.to(dtype) for p in params], list(shares.unbind()))
         if wide[0] is not grads[0]:
             torch._foreach_copy_(grads, wide)
