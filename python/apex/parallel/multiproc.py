@@ -95,8 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines += log.read_text(errors="replace")[-(1 << 14) :].splitlines()[-40:]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
-    for log in [each for each in logs.files.values() if each.is_file() and not each.stat().st_size]:
-        log.unlink(missing_ok=True)  # another job may have removed it
+    for log in logs.files.values():
+        if log.is_file() and log.stat().st_size == 0:
+            log.unlink(missing_ok=True)  # another job may have removed it
     return 0
 
 
