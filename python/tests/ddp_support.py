@@ -106,6 +106,23 @@ def free_port() -> int:
             return probe.getsockname()[1]
 
 
+def serve_store() -> dist.TCPStore:
+    """A store that this process serves, at a free port of 127.0.0.1.
+
+    On a socket of its own, torch's server sees a connection as ``::ffff:127.0.0.1`` and asks for
+    its name. A resolver that does not answer would stop all ranks for five seconds.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def share_one_gpu(rank: int) -> None:
     """Let ranks of one host share a GPU. Call it before NCCL starts in this process.
 
@@ -209,7 +226,7 @@ class RankPool:
         self._world = 0
         self._store = ""
         # One server for all groups: the port of a server that a rank starts may be taken meanwhile.
-        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._server = serve_store()
         self._groups = 0
 
     def __enter__(self) -> RankPool:

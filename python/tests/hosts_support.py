@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from ddp_support import PRELOADED, RanksFailed
+from ddp_support import PRELOADED, RanksFailed, serve_store
 
 TIMEOUT_S = 120
 # The effect of `unshare --pid --fork --kill-child --mount-proc`, without starting another program.
@@ -65,7 +65,7 @@ def run_on_hosts(
     variables = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         # As with torchrun: the store survives all ranks.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = serve_store()
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         (Path(folder) / "store").write_text(f"tcp://127.0.0.1:{store.port}")
         processes, first = [], 0
