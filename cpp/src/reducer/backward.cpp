@@ -397,10 +397,9 @@ void Backward::compare_replicas(const StepTable& table) {
 
 void Backward::conclude() {
   if (pass_.errors.failure) {
-    const std::exception_ptr failure = pass_.errors.failure;
     drop_messages();
     book_.served(reporter_.trainable);
-    std::rethrow_exception(failure);
+    std::rethrow_exception(pass_.errors.failure);
   }
   if (book_.current() == nullptr) return drop_messages();
   if (pass_.skipped) call_off();

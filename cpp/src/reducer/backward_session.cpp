@@ -160,15 +160,18 @@ void BackwardSession::end() {
     }
   };
   for (const auto& one : reducers) keep_error([&] { one->send(this); });
-  const auto look_at_all = [&] {
-    for (const auto& one : reducers) {
-      const std::string apart = one->out_of_step();
-      if (!apart.empty()) throw OutOfStepElsewhere(apart);
-    }
-  };
-  const std::function<void()> meanwhile =
-      reducers.size() > 1 ? look_at_all : std::function<void()>();
-  for (const auto& one : reducers) keep_error([&] { one->complete(this, meanwhile); });
+  for (const auto& waiting : reducers) {
+    const auto look_at_all = [&] {
+      for (const auto& one : reducers) {
+        const std::string apart = one->out_of_step();
+        if (apart.empty()) continue;
+        waiting->context().fail();  // it is unknown whether the other ranks reach this reducer
+        throw RankMismatch(apart);
+      }
+    };
+    const bool alone = reducers.size() == 1;
+    keep_error([&] { waiting->complete(this, alone ? std::function<void()>() : look_at_all); });
+  }
   if (error) std::rethrow_exception(error);
 }
 

@@ -21,13 +21,6 @@ namespace apex::parallel::detail {
 
 class ReducerCore;
 
-/// Thrown if another reducer of the same backward has found that ranks are in different steps. Then
-/// it is unknown whether the other ranks reach this reducer.
-class OutOfStepElsewhere final : public RankMismatch {
- public:
-  using RankMismatch::RankMismatch;
-};
-
 // Note [One backward, all its reducers]
 //
 // A backward may reach the outputs of several reducers, one after the other. If each began only at

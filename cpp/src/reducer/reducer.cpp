@@ -31,11 +31,9 @@ void check_options(const ReducerOptions& options, size_t parameters,
         "a process group of the reducer is null, which new_group() returns on ranks that are not "
         "members: construct reducers only on the members");
   }
-  if (options.limits.cap < 0) {
-    throw InvalidArgument("limits.cap must be positive, got " + std::to_string(options.limits.cap));
-  }
-  if (options.limits.first_cap < 0) {
-    throw InvalidArgument("limits.first_cap must not be negative, got " +
+  if (options.limits.cap < 0 || options.limits.first_cap < 0) {
+    throw InvalidArgument("limits.cap and limits.first_cap must not be negative, got " +
+                          std::to_string(options.limits.cap) + " and " +
                           std::to_string(options.limits.first_cap));
   }
   if (options.limits.cap == 0 && options.limits.first_cap > 0) {

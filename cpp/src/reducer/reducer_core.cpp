@@ -313,10 +313,6 @@ void ReducerCore::or_fail(const std::function<void()>& body) {
     context().fail();
     fail_backward();
     throw;
-  } catch (const OutOfStepElsewhere&) {
-    context().fail();
-    fail_backward();
-    throw;
   } catch (...) {
     fail_backward();
     throw;

@@ -72,7 +72,7 @@ class ReducerCore final : public std::enable_shared_from_this<ReducerCore> {
   /// for the reports of others.
   void send(const BackwardSession* session);
   /// Waits, and replaces gradients by averages. `meanwhile` is called periodically, and may throw
-  /// OutOfStepElsewhere to end the wait. Does nothing if send() has failed.
+  /// to end the wait. Does nothing if send() has failed.
   void complete(const BackwardSession* session, const std::function<void()>& meanwhile);
   /// An exception has ended the backward. Sends what other ranks wait for, and reports the failure.
   void abandon(const BackwardSession* session) noexcept;

@@ -20,10 +20,7 @@ constexpr int64_t kParts = 100;
 
 std::string list(const std::vector<int>& ranks) {
   std::string text;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += "rank " + std::to_string(ranks[i]);
-  }
+  for (const int rank : ranks) text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
   return text;
 }
 
