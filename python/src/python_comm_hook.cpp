@@ -26,6 +26,36 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 /// The bucket that a hook receives. It has the methods of torch.distributed.GradBucket.
 struct BucketView {
   GradientBucket bucket;
+  at::Tensor buffer;  // bucket.buffer, or what set_buffer() replaced it by
+
+  void set_buffer(at::Tensor other) {
+    if (other.numel() != buffer.numel() || !other.is_contiguous()) {
+      throw InvalidArgument("set_buffer() takes a contiguous tensor of the bucket's " +
+                            std::to_string(buffer.numel()) + " elements, got one of shape " +
+                            c10::str(other.sizes()) + " and strides " + c10::str(other.strides()));
+    }
+    buffer = std::move(other);
+  }
+
+  std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> views = bucket.gradients;
+    if (buffer.is_same(bucket.buffer)) return views;
+    for (at::Tensor& view : views) view = in_new_buffer(view);
+    return views;
+  }
+
+ private:
+  /// The view of the new buffer at the position of `own` in the bucket's own buffer.
+  at::Tensor in_new_buffer(const at::Tensor& own) const {
+    if (own.numel() == 0) return at::empty(own.sizes(), buffer.options());
+    const auto bytes = static_cast<const char*>(own.const_data_ptr()) -
+                       static_cast<const char*>(bucket.buffer.const_data_ptr());
+    at::Tensor flat = buffer.view(-1).slice(0, bytes / bucket.buffer.element_size());
+    if (own.is_complex()) {  // a complex gradient takes two numbers of the buffer
+      flat = at::view_as_complex(flat.slice(0, 0, 2 * own.numel()).view({-1, 2}));
+    }
+    return flat.as_strided(own.sizes(), own.strides(), flat.storage_offset());
+  }
 };
 
 /// Receives the result of a hook from the runner, on any thread.
@@ -51,7 +81,7 @@ class PythonCommHook final : public parallel::CommHook {
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices);
     const nb::gil_scoped_acquire gil;
     try {
-      runner_(BucketView{bucket}, Completion{future});
+      runner_(BucketView{bucket, bucket.buffer}, Completion{future});
     } catch (nb::python_error& error) {
       if (error.matches(PyExc_Exception))
         throw Error(std::string("a communication hook raised ") + error.what());
@@ -85,11 +115,11 @@ void init_python_comm_hook(nb::module_& m) {
           "is_last", [](const BucketView& self) { return self.bucket.is_last; },
           "True for the last bucket of this backward.")
       .def(
-          "buffer", [](const BucketView& self) { return self.bucket.buffer; },
+          "buffer", [](const BucketView& self) { return self.buffer; },
           "The gradients, one after another: a 1-D tensor.")
-      .def(
-          "gradients", [](const BucketView& self) { return self.bucket.gradients; },
-          "Views of the buffer, shaped like the parameters.")
+      .def("set_buffer", &BucketView::set_buffer, nb::arg("buffer"),
+           "Replaces the tensor that buffer() returns and gradients() are views of.")
+      .def("gradients", &BucketView::gradients, "Views of the buffer, shaped like the parameters.")
       .def(
           "parameters", [](const BucketView& self) { return self.bucket.parameters; },
           "The parameters, in the order of gradients().");

@@ -151,11 +151,11 @@ void init_reducer(nb::module_& m) {
       .def(
           "set_comm_hook",
           [](Reducer& self, nb::object runner) {
-            auto hook = runner.is_none() ? nullptr : make_python_comm_hook(std::move(runner));
+            auto hook = make_python_comm_hook(std::move(runner));
             const nb::gil_scoped_release no_gil;
             self.set_comm_hook(std::move(hook));
           },
-          nb::arg("runner").none())
+          nb::arg("runner"))
       .def(
           "set_builtin_comm_hook",
           [](Reducer& self, const std::string& name) {

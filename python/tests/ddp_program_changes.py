@@ -144,7 +144,7 @@ def _copy(machine: Machine, net: Net, m: int, block: int) -> None:
     last: Any = machine.wrappers[m][-1]
     twin = copy.deepcopy(last)
     if last is machine.hooked:
-        machine.hooked = twin
+        machine.hooked = None  # a copy has no hook
     machine.models[m] = twin.module
     machine.wrappers[m] = [twin]
     machine.changed.add(m)

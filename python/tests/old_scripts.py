@@ -224,7 +224,15 @@ def take_optimizer_step(
     return 0 if had_overflow else 1
 
 
-def train_bert(
+def train_bert(*args: Any) -> list[float]:
+    return run_bert(*args)[0]
+
+
+def bert_parameters(*args: Any) -> list[Any]:
+    return [p.detach().tolist() for p in run_bert(*args)[1].parameters()]
+
+
+def run_bert(
     rank: int,
     world: int,
     level: str,
@@ -233,7 +241,7 @@ def train_bert(
     steps: int = 12,
     stop: int | None = None,
     scale: float = 2.0**10,
-) -> list[float]:
+) -> tuple[list[float], nn.Module]:
     args = argparse.Namespace(
         level=level, optimizer=optimizer_name, allreduce_post_accumulation=post, max_steps=20,
         learning_rate=0.05, init_loss_scale=scale, accumulation=2,
@@ -274,7 +282,7 @@ def train_bert(
     assert optimizer.param_groups[0]["step"] >= steps
     assert 0 < optimizer.param_groups[0]["lr"] < args.learning_rate
     same_on_all_ranks(amp.master_params(optimizer), world)
-    return losses
+    return losses, model
 
 
 # --- Tacotron2: softmax moved to float16, recurrent cells, clipping, amp's state saved ---

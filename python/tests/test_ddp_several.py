@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from ddp_models import build, data
 from ddp_support import (
-    check,
     check_equal,
-    check_near,
     check_same_on_all_ranks,
-    gradients,
+    check_step,
     on_ranks,
     raises,
-    to_reference,
 )
 from nccl_like import eager_nccl
 from torch import nn
@@ -65,38 +62,26 @@ def test_wrapper_is_dropped_the_other_one_averages(
         check_same_on_all_ranks([net.weight.grad], "afterwards")
 
 
-@on_ranks(4)
-def test_several_communicators_of_a_subgroup_of_eager_nccl_are_split_by_its_ranks_alone(
+@on_ranks(3)
+def test_several_communicators_of_eager_nccl_are_created_for_all_ranks(
     rank: int, world: int
 ) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    if rank > 1:  # the other pair creates no wrapper
-        return
+    pair = dist.new_group([0, 1])
     with eager_nccl() as asked:
-        model = build()
-        ddp = DistributedDataParallel(
-            model, message_size=1, num_allreduce_streams=3, process_group=pairs[0]
-        )
-        check(asked == 2 * ["synchronize", "split_group [[0, 1]]"], str(asked))
+        ddp = DistributedDataParallel(build(), message_size=1, num_allreduce_streams=3)
+        check_equal(asked, 2 * ["synchronize", "new_group"], "calls")
+        if rank < 2:
+            with raises(ValueError, "pass them as allreduce_communicators"):
+                DistributedDataParallel(build(), num_allreduce_streams=2, process_group=pair)
     for step in range(3):
-        ddp.zero_grad()
-        ddp(data(rank, step), [0, 1, 2]).square().mean().backward()
-        reference = to_reference(model)
-        for r in range(2):
-            (reference(data(r, step).double(), [0, 1, 2]).square().mean() / 2).backward()
-        expected = gradients(reference)
-        for name, grad in gradients(model).items():
-            check_near(grad, expected[name], f"step {step}: {name}")
+        check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).square().mean(), f"{step}")
 
 
 @on_ranks(3)
-def test_several_communicators_beside_gloo_are_not_split(rank: int, world: int) -> None:
+def test_groups_of_nccl_beside_gloo_are_not_split(rank: int, world: int) -> None:
     """Hazard: split_group() passes NCCL's options to the Gloo backend for the CPU."""
-    pair = dist.new_group([0, 1])
     kinds = unittest.mock.patch.object(groups, "backend_name", lambda group, device: str(device))
     with eager_nccl() as asked, kinds:
-        groups.group_like(dist.group.WORLD)
-        check_equal(asked, ["synchronize", "new_group"], "calls")
-        if rank < 2:  # new_group() would wait for the third rank
-            with raises(ValueError, "not its only backend", "num_allreduce_streams=1"):
-                groups.group_like(pair)
+        part = groups.split_world([[0, 1], [2]])
+        check_equal(asked, ["synchronize", "new_group", "new_group"], "calls")
+    check_equal(part.size(), 2 if rank < 2 else 1, "ranks of the part")

@@ -4,6 +4,7 @@ what docs/compatibility_apex.md says."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
 
 import apex
 
@@ -61,6 +65,22 @@ def test_options_of_the_wrapper_are_explained_with_their_defaults() -> None:
     parameters = inspect.signature(apex.parallel.DistributedDataParallel).parameters
     wanted = {name: str(p.default) for name, p in parameters.items() if name != "module"}
     assert {name: table.get(name) for name in wanted} == wanted
+
+
+def test_private_names_of_torch_are_listed() -> None:
+    page = (DOCS / "compatibility.md").read_text()
+    spaces: list[Any] = [
+        torch, torch._C, torch._C._distributed_c10d, torch.Tensor, torch.optim.SGD([torch.ones(1)]),
+        distributed_c10d, distributed_c10d.ProcessGroup, nn.parallel.DistributedDataParallel,
+        nn.BatchNorm1d(1), nn.modules.batchnorm,
+    ]  # fmt: skip
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "python" / "apex").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in nodes if ast.unparse(node.value) not in ("self", "cls")}
+    private = {name for name in used if re.match(r"_(?!_|C$|foreach_)", name)}
+    private = {name for name in private if any(hasattr(space, name) for space in spaces)}
+    assert len(private) > 20
+    assert [name for name in private if f"`{name}`" not in page] == []
 
 
 def test_environment_variables_are_listed() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_support import RankPool, check, on_ranks
 from torch import nn
 
-from apex._internal.groups import group_like, split_world, world_group
+from apex._internal.groups import split_world
 from apex.parallel import DistributedDataParallel, convert_syncbn_model, syncbn_group
 
 pytestmark = pytest.mark.processes
@@ -55,16 +55,9 @@ def _split() -> None:
     split_world([[0, 1], [2]])
 
 
-def _like() -> None:
-    if dist.get_rank() == CULPRIT:
-        _die()
-    group_like(world_group())
-
-
 CREATE: dict[str, Callable[[], None]] = {
     "batch norm": _first_forward,
     "split": _split,
-    "like": _like,
 }
 
 

@@ -134,17 +134,16 @@ def test_training_bfloat16_nccl_ranks_equals_one_process(world_size: int, option
     run_nccl_ranks(world_size, _trains_like_one_process, torch.bfloat16, options)
 
 
-def _trains_in_a_subgroup(rank: int, world_size: int, streams: int) -> None:
+def _trains_in_a_subgroup(rank: int, world_size: int) -> None:
     group = dist.new_group(range(world_size - 1))
     if rank < world_size - 1:  # the last rank does not take part
-        options = {"process_group": group, "num_allreduce_streams": streams}
+        options = {"process_group": group}
         _trains_like_one_process(rank, world_size - 1, torch.float32, options)
     dist.barrier()
 
 
-@pytest.mark.parametrize("streams", [1, 2])
-def test_training_in_a_subgroup_of_three_nccl_ranks_equals_one_process(streams: int) -> None:
-    run_nccl_ranks(3, _trains_in_a_subgroup, streams)
+def test_training_in_a_subgroup_of_three_nccl_ranks_equals_one_process() -> None:
+    run_nccl_ranks(3, _trains_in_a_subgroup)
 
 
 class _Normalized(nn.Module):

@@ -54,11 +54,16 @@ def test_bert_with_the_wrapper_trains_alike_on_two_ranks(
     assert one[:first] == pytest.approx(two[:first], rel=CLOSE if level == "O0" else 0.01)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("post", [True, False], ids=["own_all_reduce", "wrapper"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_bert_resumed_equals_the_run_that_was_not_stopped(ranks: RankPool, level: str) -> None:
-    whole = run(ranks, 2, old_scripts.train_bert, level)
-    resumed = run(ranks, 2, old_scripts.train_bert, level, "lamb", True, 12, 6)
+def test_bert_resumed_equals_the_run_that_was_not_stopped(
+    ranks: RankPool, level: str, post: bool, world: int
+) -> None:
+    whole = ranks.run(world, old_scripts.bert_parameters, level, "lamb", post, 12)
+    resumed = ranks.run(world, old_scripts.bert_parameters, level, "lamb", post, 12, 6)
     assert resumed == whole
+    assert resumed[0] != ranks.run(world, old_scripts.bert_parameters, level, "lamb", post, 6)[0]
 
 
 def test_bert_with_a_scale_that_overflows_skips_and_trains(ranks: RankPool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import random
 from typing import Any
 
@@ -176,14 +175,9 @@ def test_replica_check_after_local_updates_of_one_rank(rank: int, world: int) ->
 @on_ranks(3)
 def test_replica_check_compares_what_was_loaded_at_once(rank: int, world: int) -> None:
     """Parameters that differ after load_state_dict() are found in the next backward, not in 100."""
-    for how in ("ddp", "module", "copy", "pickle", "skipped", "rank 1"):
+    for how in ("ddp", "module", "skipped", "rank 1"):
         ddp, optimizer = made(on_divergence="raise")
         train(ddp, optimizer, rank, 3)
-        if how == "copy":
-            ddp = copy.deepcopy(ddp)
-        elif how == "pickle":
-            ddp = pickle.loads(pickle.dumps(ddp))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         kept = copy.deepcopy(ddp.module.state_dict())
         other = {**kept, "last.bias": kept["last.bias"] + rank}
         if how == "module":

@@ -76,14 +76,6 @@ def require_group(process_group: dist.ProcessGroup | None, who: str) -> dist.Pro
     return process_group
 
 
-def backends_of(group: dist.ProcessGroup) -> str:
-    """The group's backend configuration; empty for a group written in Python, which has none."""
-    try:
-        return str(dist.get_backend_config(group))
-    except (KeyError, TypeError, ValueError):  # torch.distributed does not know it
-        return ""
-
-
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors on ``device``; empty if none does."""
     try:
@@ -108,117 +100,57 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 #
 # If the default group is bound to a device (``init_process_group(device_id=...)``), torch creates
 # new NCCL communicators by ncclCommSplit. This has two requirements:
-# - All ranks of the parent communicator must call it. ``new_group()`` splits the default group's
-#   communicator, also with ``use_local_synchronization=True``. If only the members of a subgroup
-#   called it, they would wait for all other ranks. ``split_group()`` splits any group's.
-# - No collective may be outstanding on the parent, on any rank. The broadcast of the parameters may
-#   be, because NCCL's collectives do not block the host.
+# - All ranks of the default group must call it, also for a subgroup.
+# - No collective may be outstanding on the default group, on any rank. The broadcast of the
+#   parameters may be, because NCCL's collectives do not block the host.
 
 
-def _splitting_device(group: dist.ProcessGroup) -> torch.device | None:
-    """The device whose communicator torch splits to create a group like ``group``, or None."""
-    device: torch.device | None = world_group().bound_device_id
+def _meet() -> torch.device | None:
+    """Prepare the creation of groups by all ranks. Return the device whose communicator is split.
+
+    Raises for a lost rank. torch would wait for it in its store until the timeout, and not name it.
+    Blocks the host until the device is idle.
+    """
+    world = world_group()
+    with outside_traces():
+        place = dist.distributed_c10d._get_object_coll_device(world)
+        _core.all_reduce(torch.zeros(1, device=place), name_of(world), average=False)
+    device: torch.device | None = world.bound_device_id
     if device is None or not torch.accelerator.is_available():
         return None
     try:
-        backend: Any = group._get_backend(device)
+        backend: Any = world._get_backend(device)
     except RuntimeError:
         return None
-    return device if backend.supports_splitting else None
-
-
-def _meet(group: dist.ProcessGroup, device: torch.device | None) -> list[int]:
-    """Prepare the creation of a group by the ranks of ``group``. Return the number of groups of
-    which each rank is a member.
-
-    Raises for a lost rank. torch would wait for it in its store until the timeout, and not name it.
-    Blocks the host until ``device`` is idle, before its communicator is split.
-    """
-    with outside_traces():
-        place = dist.distributed_c10d._get_object_coll_device(group)
-        counts = torch.zeros(group.size(), dtype=torch.int64, device=place)
-        counts[group.rank()] = len(dist.distributed_c10d._world.pg_names)
-        _core.all_reduce(counts, name_of(group), average=False)
-    if device is not None:
-        torch.accelerator.synchronize(device)
-    return list(counts.tolist())
-
-
-def _new_group(ranks: list[int], like: dist.ProcessGroup, local: bool = False) -> Any:
-    """``new_group()`` with the backends and the timeout of ``like``.
-
-    ``local``: only ``ranks`` call it, not all ranks.
-    """
-    own = dist.get_backend_config(like)
-    new_group: Any = dist.new_group
-    return new_group(
-        ranks,
-        use_local_synchronization=local,
-        timeout=timeout_of(like),
-        backend=None if own == dist.get_backend_config() else own,
-    )
-
-
-def _split(
-    group: dist.ProcessGroup, parts: list[list[int]], device: torch.device | None
-) -> Any | None:
-    """This rank's part of ``group``, by one split of the communicator on ``device``.
-
-    None without a device, and with several backends: torch would pass NCCL's options to Gloo.
-    """
-    if device is None or len({backend_name(group, one) for one in group._device_types}) > 1:
+    if not backend.supports_splitting:
         return None
-    split_group: Any = dist.split_group
-    return split_group(group, parts, timeout=timeout_of(group))
-
-
-def group_like(group: dist.ProcessGroup) -> Any:
-    """Create another group over the ranks of ``group``, with its backends and timeout.
-
-    Collective over exactly these ranks. Blocks the host until the device is idle if the
-    communicator is split; see Note [Communicators that are split].
-    """
-    device = _splitting_device(group)
-    counts = _meet(group, device)
-    made = _split(group, [list(range(group.size()))], device)
-    if made is not None:
-        return made
-    ranks = dist.get_process_group_ranks(group)
-    local = len(ranks) < world_group().size()
-    # torch names such a group by its number of groups, so ranks would wait under different names.
-    if local and (device is not None or len(set(counts)) > 1):
-        raise ValueError(
-            "num_allreduce_streams > 1: the ranks of process_group belong to different numbers of "
-            f"process groups ({', '.join(map(str, counts))}), by which torch names new groups, or "
-            "NCCL is bound to a device and not its only backend: use num_allreduce_streams=1, or "
-            "groups that do not overlap."
-        )
-    return _new_group(ranks, group, local)
+    torch.accelerator.synchronize(device)
+    return device
 
 
 def group_of_all_ranks(description: str) -> Any:
     """Create another group over all ranks, with the default group's backends and timeout.
 
-    Collective. Blocks the host as :func:`group_like` does.
+    Collective. Blocks the host until the device is idle if the communicator is split; see
+    Note [Communicators that are split].
     """
-    world = world_group()
-    _meet(world, _splitting_device(world))
-    made: Any = dist.new_group(timeout=timeout_of(world), group_desc=description)
+    _meet()
+    made: Any = dist.new_group(timeout=timeout_of(world_group()), group_desc=description)
     return made
 
 
 def split_world(parts: list[list[int]]) -> Any:
     """Split the default group into groups of these ranks; return this rank's group.
 
-    Collective. Blocks the host as :func:`group_like` does.
+    Collective. Blocks the host as :func:`group_of_all_ranks` does.
     """
     world = world_group()
-    device = _splitting_device(world)
-    _meet(world, device)
-    made = _split(world, parts, device)
-    if made is not None:
-        return made
-    groups = [_new_group(ranks, world) for ranks in parts]
+    device, timeout = _meet(), timeout_of(world)
+    backends = {backend_name(world, one) for one in world._device_types}
+    if device is not None and len(backends) == 1:  # else torch passes NCCL's options to Gloo
+        split_group: Any = dist.split_group
+        return split_group(world, parts, timeout=timeout)
+    groups: list[Any] = [dist.new_group(ranks, timeout=timeout) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if world.rank() in ranks)
 
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from apex import _core
+
 
 class Engine(Protocol):
     """A wrapper with ``on_failure="skip"``, which skips steps."""
 
-    def steps_skipped(self) -> int:
-        """The number of steps skipped so far."""
+    reducer: _core.Reducer | None
 
 
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def count() -> int:
-    """The number of steps that all engines of this process have skipped."""
-    return sum(engine.steps_skipped() for engine in list(engines))
+    """The number of steps that the reducers of all engines of this process have skipped."""
+    reducers = [engine.reducer for engine in list(engines)]
+    return sum(int(one.statistics()["steps_skipped"]) for one in reducers if one is not None)

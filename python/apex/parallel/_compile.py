@@ -22,6 +22,9 @@ from torch import nn
 
 from apex.parallel import _options
 
+_CPU_BUCKET_BYTES = 8 << 20
+_FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
+
 
 class _NotAsked:
     """Stores the wrapper in forward if torch's compiler has no such attribute."""
@@ -63,9 +66,9 @@ def bucket_bytes(
     if bucket_cap_mb is not None:
         cap = int(bucket_cap_mb * (1 << 20))
     elif elements is None and all(parameter.device.type == "cpu" for parameter in trainable):
-        cap = _options.CPU_BUCKET_BYTES
+        cap = _CPU_BUCKET_BYTES
     else:
         held = sum(parameter.numel() for parameter in trainable)
         held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
         cap = (elements or _options.MESSAGE_SIZE) * held_bytes // max(1, held)
-    return max(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _options.FIRST_BUCKET_BYTES))
+    return max(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES))

@@ -74,7 +74,7 @@ class Names:
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """As in torch: FP16_COMPRESS is ``"fp16"``. ALLREDUCE is the default without a hook."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self._engine.hooks.register(self._engine.connected(), "fp16")
+            self._engine.set_comm_hook("fp16")
 
     @property
     def broadcast_buffers(self) -> bool:

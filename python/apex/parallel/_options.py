@@ -12,8 +12,6 @@ from apex.parallel._watched_module import names_of
 
 #: Elements, NVIDIA Apex's default. This value means "by device", see BucketLimits in C++.
 MESSAGE_SIZE = 10_000_000
-CPU_BUCKET_BYTES = 8 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # torch's default for the first bucket
 #: On/off options that the engine has under the same names.
 _OF_THE_ENGINE = (
     "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "static_graph",

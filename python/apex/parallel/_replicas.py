@@ -29,7 +29,8 @@ class OnLoad:
 
     def __call__(self, *_: Any) -> None:
         for engine in self._engines:
-            engine.check_replicas_next()
+            if engine.reducer is not None:
+                engine.reducer.check_replicas_next()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ("", "format")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from apex._internal.tree import find_tensors
 from apex._internal.untraced import untraced
 from apex.parallel import _compile, _devices, _names, _options
 from apex.parallel._comm_hook import RegisteredHook
-from apex.parallel._engine import Engine, refuse_backward
+from apex.parallel._engine import Engine
 from apex.parallel._join import Join
 from apex.parallel._reducer import (
     Reducer,
@@ -178,7 +177,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
                 "gradient, so no gradients are synchronized and forward only calls the module.",
                 stacklevel=2,
             )
-        engine.connect(given["process_group"], allreduce_communicators, given["init_sync"])
+        engine.connect(given["process_group"], allreduce_communicators)
         name_layers(module, self.process_group)
 
     @property
@@ -193,7 +192,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
     @property
     def world_size(self) -> float:
         """The number of processes in the group."""
-        return float(self._engine.world_size)
+        return float(dist.get_world_size(self.process_group))
 
     # --- forward ---
 
@@ -239,11 +238,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
             output = _devices.move(output, self.output_device)
         if training and output is not None:
             found = [output] if isinstance(output, torch.Tensor) else find_tensors(output)
-            reducer = self._engine.reducer
-            if reducer is None:
-                refuse_backward(found)
-            else:
-                reducer.watch_outputs(found)
+            self._engine.connected().watch_outputs(found)
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph breaks before
@@ -357,7 +352,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
         """
         if not callable(hook):
             raise TypeError(f"a communication hook must be a function, got {type(hook).__name__}.")
-        self._engine.hooks.register(self._reducer, RegisteredHook(state, hook))
+        self._engine.set_comm_hook(RegisteredHook(state, hook))
 
     def register_builtin_comm_hook(self, name: str) -> None:
         """Communicates gradients in ``"fp16"`` or ``"bf16"``, without calling Python. Gradients in
@@ -367,7 +362,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
             ValueError: for another name.
             RuntimeError: if a hook is already registered.
         """
-        self._engine.hooks.register(self._reducer, name)
+        self._engine.set_comm_hook(name)
 
     # --- uneven inputs; see docs/training_loops.md ---
 
@@ -417,15 +412,15 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
         """
         return self._reducer.statistics()
 
-    # --- copies: the engine and the groups belong to the process ---
+    # --- copies: the reducer, its groups and its communication hook belong to the process ---
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_engine": copy.copy(self._engine)}
+        state = {**self.__dict__, "_engine": (self._engine.options, self.broadcast_buffers)}
         state.pop("device_mesh", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         base: Any = super()
         base.__setstate__(state)
-        # The first forward in train() connects to the default group; evaluation needs none.
-        self._engine.belong_to(self)
+        # Its first forward with gradients enabled connects to the default group.
+        self._engine = Engine(self, *state["_engine"])

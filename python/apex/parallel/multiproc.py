@@ -6,16 +6,15 @@
 It is ``torchrun``, except for what scripts for NVIDIA's Apex expect. A parser of ``argparse``, in
 any module, that defines ``--rank`` and ``--world-size``, or ``--local_rank``, gets them as if they
 were on the command line. A ``--world-size N`` there sets the number of processes. Rank 0 writes to
-the terminal, rank N to ``rank_N.log`` in ``--log-dir``, which is removed if it is empty after a job
-without a failure. ``OMP_NUM_THREADS`` is by default the number of cores divided by the processes.
-The exit code is that of the process that failed first; 128 + N: signal N ended it or the launcher.
+the terminal, rank N to ``rank_N.log`` in ``--log-dir``. ``OMP_NUM_THREADS`` is by default the
+number of cores divided by the processes. The exit code is that of the process that failed first;
+128 + N: signal N ended it or the launcher.
 """
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import cuda
@@ -44,7 +43,7 @@ class RankLogs(LogsSpecs):
         return LogsDest(stdouts=stdouts, stderrs=none, error_files=none)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with torchrun's options."""
     parser = run.get_args_parser()
     parser.prog = "python -m apex.parallel.multiproc"
@@ -54,12 +53,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = " ".join(args.training_script_args)
     given = re.findall(r"(?<!\S)--world[-_]size[= ](\d+)(?!\S)", arguments)
     nodes = int(args.nnodes.split(":")[-1])
+    world_size = int(given[-1]) if given else 0
     if args.nproc_per_node is None:
-        args.nproc_per_node = str(
-            int(given[-1]) // nodes if given else cuda.device_count() or _cores()
-        )
+        args.nproc_per_node = str(world_size // nodes or cuda.device_count() or _cores())
     args.processes = run.determine_local_world_size(args.nproc_per_node)
-    if given and int(given[-1]) != args.processes * nodes:
+    if given and world_size != args.processes * nodes:
         parser.error("--world-size is not --nproc x --nnodes")
     if nodes == 1 and not (args.master_port or args.rdzv_endpoint):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "127.0.0.1:0"  # any free port
@@ -72,7 +70,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command ``apex-launch``: runs the processes of this node and returns the exit code."""
     args = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // args.processes)))
@@ -95,9 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines += log.read_text(errors="replace")[-(1 << 14) :].splitlines()[-40:]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
-    for log in logs.files.values():
-        if log.is_file() and log.stat().st_size == 0:
-            log.unlink(missing_ok=True)  # another job may have removed it
     return 0
 
 
