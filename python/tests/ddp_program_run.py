@@ -333,8 +333,11 @@ class Machine(Steps):
             raise AssertionError(f"{what}: ranks differ in bits: {differ}")
 
 
-def run_programs(rank: int, world: int, programs: list[Program], folder: str) -> None:
-    """Run all programs. A stuck rank ends its process, and leaves its stack in ``folder``."""
+def run_programs(
+    rank: int, world: int, programs: list[Program], folder: str, limit_s: float = CASE_LIMIT_S
+) -> None:
+    """Run all programs, each within ``limit_s``. A stuck rank ends its process, and leaves its
+    stack in ``folder``."""
     torch.backends.cudnn.allow_tf32 = False  # convolutions are compared with float64
     with open(os.path.join(folder, str(rank)), "w") as notes:
         for program in programs:
@@ -342,7 +345,7 @@ def run_programs(rank: int, world: int, programs: list[Program], folder: str) ->
             notes.truncate()
             notes.write(f"program of seed {program.seed}: stuck\n")
             notes.flush()
-            faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True, file=notes)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=notes)
             try:
                 Machine(program, rank).run()
             except Exception as error:

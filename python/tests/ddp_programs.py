@@ -317,12 +317,12 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 # --- running many ---
 
 
-def run(pool: RankPool, programs: list[Program]) -> str:
+def run(pool: RankPool, programs: list[Program], *limit_s: float) -> str:
     """The failure of the first failing program; empty if none fails."""
     world = programs[0].world
     with tempfile.TemporaryDirectory() as folder:
         try:
-            pool.run(world, run_programs, programs, folder, timeout_s=BATCH_TIMEOUT_S)
+            pool.run(world, run_programs, programs, folder, *limit_s, timeout_s=BATCH_TIMEOUT_S)
         except RanksFailed as failed:
             message = brief(str(failed))
             if "program of seed" in message:

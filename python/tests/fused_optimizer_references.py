@@ -18,25 +18,26 @@ def _norm(array: np.ndarray) -> float:
     return math.sqrt(float((array * array).sum()))
 
 
-class Lamb:
-    """You et al. 2020, algorithm 2; gradients are clipped by their global norm first."""
+class Reference:
+    """Options by name, with defaults, and moments by the index of their parameter."""
 
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
-        self.__dict__.update(locals())
+    defaults: dict[str, Any]
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update(self.defaults | options)
         self.t = 0
         self.m: dict[int, np.ndarray] = {}
-        self.v: dict[int, np.ndarray] = {}
+        self.v: dict[int, Any] = {}
+
+
+class Lamb(Reference):
+    """You et al. 2020, algorithm 2; gradients are clipped by their global norm first."""
+
+    defaults = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6,
+        "weight_decay": 0.01, "adam_w_mode": True, "grad_averaging": True, "max_grad_norm": 1.0,
+        "use_nvlamb": False,
+    }  # fmt: skip
 
     def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
         self.t += 1
@@ -65,26 +66,15 @@ class Lamb:
             x -= self.lr * ratio * r
 
 
-class NovoGrad:
+class NovoGrad(Reference):
     """Ginsburg et al. 2019, algorithm 1, with ``reg_inside_moment`` and without
     ``grad_averaging``."""
 
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-    ) -> None:
-        self.__dict__.update(locals())
-        self.t = 0
-        self.m: dict[int, np.ndarray] = {}
-        self.v: dict[int, float] = {}
+    defaults = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
+        "weight_decay": 0.0, "reg_inside_moment": False, "grad_averaging": True, "norm_type": 2,
+        "init_zero": False,
+    }  # fmt: skip
 
     def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
         self.t += 1
@@ -108,22 +98,13 @@ class NovoGrad:
             w -= self.lr * (m if self.reg_inside_moment else m / (norm + self.eps) + d * w)
 
 
-class Adam:
+class Adam(Reference):
     """Kingma and Ba 2015, algorithm 1; AdamW with ``adam_w_mode``."""
 
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-    ) -> None:
-        self.__dict__.update(locals())
-        self.t = 0
-        self.m: dict[int, np.ndarray] = {}
-        self.v: dict[int, np.ndarray] = {}
+    defaults = {
+        "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
+        "adam_w_mode": True, "weight_decay": 0.0,
+    }  # fmt: skip
 
     def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
         self.t += 1
@@ -141,18 +122,10 @@ class Adam:
             w -= self.lr * (m / (np.sqrt(v) + self.eps) + decay)
 
 
-class Adagrad:
+class Adagrad(Reference):
     """Duchi, Hazan and Singer 2011, with diagonal matrices."""
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        adagrad_w_mode: bool = False,
-    ) -> None:
-        self.__dict__.update(locals())
-        self.s: dict[int, Any] = {}
+    defaults = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "adagrad_w_mode": False}
 
     def step(self, params: Arrays, grads: list[np.ndarray | None]) -> None:
         for i, (w, g) in enumerate(zip(params, grads, strict=True)):
@@ -160,6 +133,6 @@ class Adagrad:
                 continue
             decay = self.weight_decay * w
             g = g if self.adagrad_w_mode else g + decay
-            self.s[i] = self.s.get(i, 0.0) + g * g
+            self.v[i] = self.v.get(i, 0.0) + g * g
             extra = decay if self.adagrad_w_mode else 0.0
-            w -= self.lr * (g / (np.sqrt(self.s[i]) + self.eps) + extra)
+            w -= self.lr * (g / (np.sqrt(self.v[i]) + self.eps) + extra)

@@ -48,7 +48,7 @@ SCENARIOS = {
     "three losses, one id": (
         [((0,), (0,)), ((1,), (1,)), ((0, 1), (0, 1))],
         [(0,), (1,)],
-        (0, 0, 0),
+        (0,) * 3,
     ),
 }
 LEVELS = [
@@ -203,11 +203,8 @@ def test_lists_of_the_stash_are_by_dtype_and_group(level: str) -> None:
     assert stash.all_fp16_params == sum(stash.fp16_groups, []) == low
     assert stash.all_fp32_from_fp32_params == sum(stash.fp32_from_fp32_groups, []) == others
     assert len(stash.all_fp32_from_fp16_params) == (2 if level == "O2" else 0)
-    assert [len(group) for group in stash.fp16_groups] == {
-        "O0": [0, 0],
-        "O2": [2, 0],
-        "O3": [2, 2],
-    }[level]
+    sizes = {"O0": [0, 0], "O2": [2, 0], "O3": [2, 2]}
+    assert [len(group) for group in stash.fp16_groups] == sizes[level]
 
 
 def test_scale_loss_unknown_optimizer_is_refused() -> None:

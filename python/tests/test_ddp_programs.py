@@ -139,7 +139,8 @@ def test_a_wrong_gradient_of_one_rank_is_found_and_shrunk(ranks: RankPool, rank:
 
 
 def test_a_program_that_is_stuck_is_found(ranks: RankPool) -> None:
-    message = run(ranks, [draw_program(1000, 2), _broken(1001, waits=1)])
+    assert not run(ranks, [draw_program(1000, 2)])  # the ranks have started
+    message = run(ranks, [draw_program(1000, 2), _broken(1001, waits=1)], 4)
     assert "program of seed 1001: stuck" in message
 
 

@@ -21,16 +21,16 @@ SOUND = doctor.Host(
 )
 
 
+def run_module(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", *command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @pytest.mark.processes
 def test_a_report_on_this_host(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "apex.doctor"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_module("apex.doctor", cwd=tmp_path)
     assert f"libtorch      {torch.__version__}" in done.stdout
     assert done.stdout.count("(passed)") >= 4
     for backend in ("gloo", "apex"):
@@ -40,9 +40,7 @@ def test_a_report_on_this_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["apex.doctor", "apex.demo"])
 def test_help_is_printed_and_nothing_runs(module: str) -> None:
-    command = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    done = run_module(module, "--help")
     assert done.stdout.startswith("usage: ") and "processes" in done.stdout
     assert "apex.demo: what one" not in done.stdout and "apex.doctor on" not in done.stdout
 
@@ -83,14 +81,7 @@ def test_failing_processes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.processes
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
 def test_demo_names_the_rank_that_is_late_and_killed_and_writes_no_files(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "apex.demo"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_module("apex.demo", cwd=tmp_path)
     assert "rank 1 holds it up" in done.stderr
     assert "its last gradient was that of '2.bias'" in done.stderr
     assert "rank 1 has ended" in done.stdout

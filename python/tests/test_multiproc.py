@@ -288,25 +288,15 @@ def test_failing_rank_stops_all_and_is_shown(
 
 @pytest.mark.processes
 @linux_only
-def test_stopped_launcher_leaves_no_process(job: Job) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_stopped_or_killed_launcher_leaves_no_process(job: Job, how: signal.Signals) -> None:
     job.write(MEET, WAIT)
     launcher = job.start("--nproc=2", "job.py")
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "all here\n"
-    launcher.send_signal(signal.SIGTERM)
-    assert job.finish(launcher).returncode == 128 + signal.SIGTERM
-    assert job.outlive() == []
-
-
-@pytest.mark.processes
-@linux_only
-def test_killed_launcher_leaves_no_rank(job: Job) -> None:
-    job.write(MEET, WAIT)
-    launcher = job.start("--nproc=2", "job.py")
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "all here\n"
-    launcher.kill()
-    job.finish(launcher)  # returns when rank 0 has closed the pipe
+    launcher.send_signal(how)
+    code = job.finish(launcher).returncode  # returns when rank 0 has closed the pipe
+    assert code == (128 + how if how == signal.SIGTERM else -how)
     assert job.outlive() == []
 
 

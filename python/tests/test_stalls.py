@@ -37,8 +37,7 @@ OVER_SOCKETS = ["data", "backward", "construction"]
 Verdicts = dict[str, list[tuple[int, str]]]
 
 
-def run_job(host_channel: str, only: list[str]) -> Verdicts:
-    """By scenario, the reports, and the ranks that have printed them."""
+def start_job(host_channel: str, only: list[str]) -> list[subprocess.Popen[str]]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -47,7 +46,7 @@ def run_job(host_channel: str, only: list[str]) -> Verdicts:
         "APEX_HOST_CHANNEL": host_channel,
     }
     port = free_port()
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, str(HERE / "stalls_program.py"), str(port), str(rank), *only],
             env=environment,
@@ -57,6 +56,10 @@ def run_job(host_channel: str, only: list[str]) -> Verdicts:
         )
         for rank in range(3)
     ]
+
+
+def read_job(processes: list[subprocess.Popen[str]]) -> Verdicts:
+    """By scenario, the reports, and the ranks that have printed them."""
     found: Verdicts = {}
     printed = []
     for rank, process in enumerate(processes):
@@ -77,13 +80,10 @@ def run_job(host_channel: str, only: list[str]) -> Verdicts:
 
 
 @pytest.fixture(scope="module")
-def in_memory() -> Verdicts:
-    return run_job("1", [])
-
-
-@pytest.fixture(scope="module")
-def over_sockets() -> Verdicts:
-    return run_job("0", OVER_SOCKETS)
+def jobs() -> dict[str, Verdicts]:
+    """Two jobs at the same time, because they wait most of the time."""
+    started = {"memory": start_job("1", []), "sockets": start_job("0", OVER_SOCKETS)}
+    return {name: read_job(processes) for name, processes in started.items()}
 
 
 def check_verdict(verdicts: Verdicts, name: str) -> None:
@@ -102,14 +102,14 @@ def check_verdict(verdicts: Verdicts, name: str) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked up in /proc")
 @pytest.mark.parametrize("name", SAYS)
-def test_stall_one_rank_names_who_is_late_and_where(in_memory: Verdicts, name: str) -> None:
-    check_verdict(in_memory, name)
+def test_stall_one_rank_names_who_is_late_and_where(jobs: dict[str, Verdicts], name: str) -> None:
+    check_verdict(jobs["memory"], name)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", OVER_SOCKETS)
-def test_stall_over_sockets_is_the_same(over_sockets: Verdicts, name: str) -> None:
-    check_verdict(over_sockets, name)
+def test_stall_over_sockets_is_the_same(jobs: dict[str, Verdicts], name: str) -> None:
+    check_verdict(jobs["sockets"], name)
 
 
 def test_stall_report_nothing_has_stalled_is_none() -> None:
