@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import apex
-from apex import _core
 
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="there is no cmake on PATH")
 CONSUMER = ROOT / "cpp" / "tests" / "package" / "consumer"
@@ -114,36 +113,3 @@ def test_readme_cpp_program_built_from_an_empty_folder_trains(prefix: Path, tmp_
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = run_torchrun(2, f"{build}/train", cwd=tmp_path, env=env, timeout_s=600)
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-STUB = Path(_core.__file__).parent / "_core.pyi"
-
-
-def members(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    found: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    if isinstance(tree, ast.ClassDef):  # constants, and members of an enumeration
-        for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-            found |= {name.id: node for name in targets if isinstance(name, ast.Name)}
-    return found
-
-
-def test_stubs_name_everything_that_the_module_has() -> None:
-    stub = members(ast.parse(STUB.read_text()))
-    public = [name for name in dir(_core) if not name.startswith("_")]
-    assert {"Reducer", "ModuleWatch"} <= set(public)
-    assert sorted(stub) == sorted(public)
-    for name in public:
-        value = getattr(_core, name)
-        if isinstance(value, type):
-            described = stub[name]
-            assert isinstance(described, ast.ClassDef), name
-            methods = {method for method in vars(value) if not method.startswith("_")}
-            assert methods <= set(members(described)), name
-
-
-def test_stubs_know_the_types_of_tensors_and_of_arguments() -> None:
-    function = members(ast.parse(STUB.read_text()))["all_reduce"]
-    assert ast.unparse(function).startswith("def all_reduce(tensor: torch.Tensor, group: str")
