@@ -11,14 +11,12 @@ import torch
 
 from apex import _core
 
-Hook = Callable[[Any, Any], torch.futures.Future[Any]]
-
 
 class RegisteredHook(NamedTuple):
     """The arguments of ``register_comm_hook()``."""
 
     state: object
-    hook: Hook
+    hook: Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 # Note [Weak references of the engine]
