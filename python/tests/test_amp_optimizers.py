@@ -167,6 +167,15 @@ def test_overflow_skips_one_step_halves_the_scale_and_says_so(
     assert not torch.equal(before[0], model.weight)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_overflow_at_a_scale_of_one_is_found(level: str) -> None:
+    model, optimizer = one(level, loss_scale="dynamic", max_loss_scale=1.0)
+    backward(model, optimizer, bad=True)
+    optimizer.step()
+    assert _amp_state.loss_scalers[0].loss_scale() == 0.5
+    assert not any(p.isnan().any() for p in model.parameters())
+
+
 def test_scale_loss_yields_float32_loss_times_scale() -> None:
     model, optimizer = one("O2", loss_scale=64.0)
     loss = torch.tensor(1.5, dtype=torch.float16, requires_grad=True)

@@ -7,7 +7,7 @@ gradients in place, so that they have the scale of the loss and backward can add
 data-parallel wrapper that has not averaged them yet (``no_sync``) then averages the sum. Leaving
 the context divides float32 gradients again. Low-precision gradients stay scaled, and the gradients
 of their master weights are overwritten with the unscaled values. The attribute ``_amp_scale`` of a
-parameter is the scale of its gradient, so optimizers may share a parameter.
+parameter is the scale of its gradient if that is scaled, so optimizers may share a parameter.
 
 Note [One home for master weights]
 A master weight starts from the rounded parameter and is saved in the optimizer's state dict. So
@@ -334,23 +334,17 @@ class OptimizerStash:
             param.__dict__[_SCALE] = scale
 
     @torch.no_grad()
-    def unscale(self, scaler: LossScaler) -> None:
-        """Leave a context: divide the marked gradients by their scale, and check them for
-        overflow."""
-        by_scale: dict[float, list[torch.Tensor]] = {}
-        for param in self._unscaled_in_place():
-            scale = param.__dict__.get(_SCALE, 1.0)
-            if scale != 1.0:
-                param.__dict__[_SCALE] = 1.0
-                by_scale.setdefault(scale, []).append(param)
+    def unscale(self, scaler: LossScaler, scale: float) -> None:
+        """Leave a context: divide the marked gradients by `scale`, and check them for overflow."""
+        # Of two optimizers of one parameter, the first one divides its gradient.
+        marked = [p for p in self._unscaled_in_place() if p.__dict__.pop(_SCALE, None) is not None]
         targets, sources = [], []
         for master in self._masters.values():
             grad, weight = master.parameter.grad, master.weight
             if grad is None:
                 weight.grad = None
                 continue
-            scale = master.parameter.__dict__.get(_SCALE, 1.0)
-            by_scale.setdefault(scale, []).append(weight)
+            marked.append(weight)
             if grad.is_sparse:
                 weight.grad = grad.float()
                 continue
@@ -361,15 +355,14 @@ class OptimizerStash:
             sources.append(grad)
         if targets:
             torch._foreach_copy_(targets, sources)
-        for scale, params in by_scale.items():
-            scaler.unscale_(_values_of(params), scale)
+        scaler.unscale_(_values_of(marked), scale)
         self.params_have_scaled_gradients = False
 
     def post(self, scaler: LossScaler) -> None:
         """``_post_amp_backward``, for scripts with their own ``scale_loss``."""
         self.collect()
         self.mark(scaler.loss_scale())
-        self.unscale(scaler)
+        self.unscale(scaler, scaler.loss_scale())
 
     def clear_after_zero_grad(self) -> None:
         """Clear the master weights' gradients as the model's, and a pending skip."""

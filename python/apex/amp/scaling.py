@@ -136,7 +136,7 @@ def scale_loss(
             if delayed:
                 stash.params_have_scaled_gradients = True
             else:
-                stash.unscale(scaler)
+                stash.unscale(scaler, scale)
     if stashes and not (delay_unscale or delay_overflow_check):
         scaler.synchronize()
         if scaler.update_scale():

@@ -63,8 +63,9 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         self._stash.collect()
         self.overflow = False
         self.first_closure_call_this_step = True
-        #: backward() of this object was not called since the gradients were cleared.
-        self._unmarked = True
+        #: The scale of the gradients, if backward() of this object was called since they were
+        #: cleared.
+        self._scale: float | None = None
         self.clip_grad_norm = clip_grad_norm
 
     overflow_group: Any = _of(
@@ -90,7 +91,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Zero the gradients of the masters and of the model, or set them to None."""
-        self._unmarked = True
+        self._scale = None
         with self._stash.model_in_groups():
             self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._stash.clear_after_zero_grad()
@@ -111,7 +112,7 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
         self._stash.prepare(scale)
         self.loss_scaler.scale(loss).backward(retain_graph=retain_graph)
         self._stash.mark(scale)
-        self._unmarked = False
+        self._scale = scale
         if update_master_grads:
             self.update_master_grads()
 
@@ -120,10 +121,12 @@ class FP16_Optimizer(KeepsMasterWeights):  # noqa: N801
 
         Sets ``overflow`` and adapts a dynamic scale. Waits for the device if the scale is dynamic.
         """
-        if self._unmarked:  # the script has scaled the loss itself
+        scale = self._scale
+        if scale is None:  # the script has scaled the loss itself
+            scale = self.loss_scaler.loss_scale()
             self._stash.collect()
-            self._stash.mark(self.loss_scaler.loss_scale())
-        self._stash.unscale(self.loss_scaler)
+            self._stash.mark(scale)
+        self._stash.unscale(self.loss_scaler, scale)
         self.loss_scaler.synchronize()
         self.overflow = self.loss_scaler.update_scale()
 
