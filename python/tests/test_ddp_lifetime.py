@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -120,7 +121,9 @@ def test_a_copy_is_evaluated_by_one_rank_and_connects_in_training(rank: int, wor
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     check_step(ddp, _loss, "the original")
     average = torch.optim.swa_utils.AveragedModel(ddp).eval()  # its state cannot be copied
+    teacher = copy.deepcopy(ddp).requires_grad_(False)
     if rank == 0:
+        _loss(teacher, 0)
         with torch.no_grad():
             _loss(average, 0)
         for parameter in average.parameters():

@@ -59,7 +59,7 @@ class Engine:
     It belongs to the process. Its reference to the wrapper is weak, so that both can be freed.
     """
 
-    reducer: _core.Reducer | None = None  # None: the next forward with gradients enabled connects
+    reducer: _core.Reducer | None = None  # None: the next forward with gradients connects
     process_group: dist.ProcessGroup | None = None
     groups: Sequence[dist.ProcessGroup] = ()
     parameters: Sequence[nn.Parameter] = ()  # in the reducer's order
@@ -172,10 +172,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """The device of the communicated tensors: the module's device, for any group.
-
-        A group may have backends for several devices. All ranks must use the same device.
-        """
+        """The module's device, for any group. It must be the same on all ranks."""
         devices = (tensor.device for _, tensor in self.named_tensors() if not tensor.is_meta)
         return next(devices, torch.device("cpu"))
 
@@ -205,6 +202,8 @@ class Engine:
         """Prepare a forward with gradients enabled. Collective if parameters were added, removed or
         replaced, or buffers are broadcast."""
         reducer = self.reducer
+        if reducer is None and not any(p.requires_grad for _, p in self.named_parameters()):
+            return  # some ranks may evaluate a frozen copy alone
         if reducer is None or self.module_changed():
             if reducer is not None and joining.active():
                 raise RuntimeError(

@@ -236,9 +236,10 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
     def _leave(self, output: Any, training: bool) -> Any:
         if self.output_device is not None:
             output = _devices.move(output, self.output_device)
-        if training and output is not None:
+        reducer = self._engine.reducer
+        if training and reducer is not None and output is not None:
             found = [output] if isinstance(output, torch.Tensor) else find_tensors(output)
-            self._engine.connected().watch_outputs(found)
+            reducer.watch_outputs(found)
         return output
 
     # The engine cannot be traced. While torch.compile traces this class, the graph breaks before
