@@ -62,6 +62,18 @@ def test_wrapper_is_dropped_the_other_one_averages(
         check_same_on_all_ranks([net.weight.grad], "afterwards")
 
 
+@on_ranks(2)
+def test_shared_parameter_is_cast_backward_with_inputs_averages_it(rank: int, world: int) -> None:
+    """Hazard: a cast drops the hooks of the wrapper that owns the parameter."""
+    torch.manual_seed(rank)
+    net = nn.Linear(4, 1)
+    first, second = DistributedDataParallel(net), DistributedDataParallel(nn.Sequential(net))
+    first(torch.randn(8, 4)).mean().backward()
+    net.double().zero_grad()
+    second(torch.randn(8, 4).double()).mean().backward(inputs=[net.weight])
+    check_same_on_all_ranks([net.weight.grad], "after the cast")
+
+
 @on_ranks(3)
 def test_several_communicators_of_eager_nccl_are_created_for_all_ranks(
     rank: int, world: int

@@ -114,11 +114,11 @@ BackwardSession::Reducers BackwardSession::newly_reached(
 }
 
 void BackwardSession::reach(const std::shared_ptr<ReducerCore>& reached) {
-  const auto* only = torch::autograd::get_current_graph_task_exec_info();
-  if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
   const auto session = current(/*by_output=*/true);
   const Reducers reducers = session->newly_reached(reached);
   for (const auto& one : reducers) one->own_parameters();
+  const auto* only = torch::autograd::get_current_graph_task_exec_info();
+  if (only != nullptr && !only->empty()) return;  // see Note [The end of a backward]
   for (const auto& one : reducers) one->begin(session);
 }
 

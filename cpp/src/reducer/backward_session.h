@@ -66,8 +66,8 @@ class ReducerCore;
 //
 // The hook of an output also runs for autograd.grad(), which computes gradients without
 // accumulating them. The engine then has a list of nodes to execute, and a plain backward() has
-// none. backward(inputs=...) also has such a list; in that case the first accumulated gradient
-// opens the session.
+// none. backward(inputs=...) also has such a list; in that case a reducer begins its backward with
+// its first accumulated gradient.
 
 /// The state of one graph task, shared by its reducers. It lives as long as the autograd engine may
 /// call back for the task. Thread safe.

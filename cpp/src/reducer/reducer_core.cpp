@@ -211,7 +211,6 @@ void ReducerCore::shadow_backward() {
 // --- called by autograd ---
 
 void ReducerCore::own_parameters() {
-  const Lock lock(context().mutex);
   if (!in_backward(context().phase)) context().parameters.own_all();
 }
 
