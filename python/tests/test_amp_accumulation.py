@@ -46,6 +46,19 @@ def test_context_inside_one_of_the_same_optimizer_is_refused(level: str) -> None
         assert torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_backward_outside_of_the_context_adds_an_unscaled_gradient(level: str) -> None:
+    model, optimizer = _prepared(level)
+    _backward(model, optimizer)
+    want = [2 * grad for grad in _grads(optimizer)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).float().sum().backward()
+        _backward(model, optimizer)
+        for mine, expected in zip(_grads(optimizer), want, strict=True):
+            assert torch.equal(mine, expected)
+
+
 def _two_models(level: str) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
     models = [nn.Linear(5, 2) for _ in range(2)]

@@ -367,6 +367,8 @@ class OptimizerStash:
     def clear_after_zero_grad(self) -> None:
         """Clear the master weights' gradients as the model's, and a pending skip."""
         self.already_patched = self.params_have_scaled_gradients = False
+        for param in self._trained():
+            param.__dict__.pop(_SCALE, None)  # a backward outside of contexts scales nothing
         for master in self._masters.values():
             if master.parameter.grad is None:
                 master.weight.grad = None
