@@ -83,7 +83,7 @@ def test_several_communicators_of_eager_nccl_are_created_for_all_ranks(
         ddp = DistributedDataParallel(build(), message_size=1, num_allreduce_streams=3)
         check_equal(asked, 2 * ["synchronize", "new_group"], "calls")
         if rank < 2:
-            with raises(ValueError, "pass them as allreduce_communicators"):
+            with raises(ValueError, "process groups in allreduce_communicators"):
                 DistributedDataParallel(build(), num_allreduce_streams=2, process_group=pair)
     for step in range(3):
         check_step(ddp, lambda m, r, s=step: m(data(r, s), [0, 1, 2]).square().mean(), f"{step}")

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from amp_support import fresh_amp  # noqa: F401
 from ddp_support import forget_amp, on_ranks, raises
+from python_group import Delegate
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex._internal import joining
-from apex._internal.not_served import INSTEAD, METHODS_OF_APEX
+from apex._internal.not_served import COMMUNICATORS, INSTEAD, METHODS_OF_APEX
 from apex.parallel import DistributedDataParallel as DDP
 from apex.parallel import SyncBatchNorm
 
@@ -61,6 +63,9 @@ WITH_GROUP: dict[str, Callable[[], Any]] = {
         nn.Linear(2, 2), mixed_precision=torch.bfloat16
     ),
     "DistributedDataParallel(shared_param=...)": lambda: DDP(nn.Linear(2, 2), shared_param=True),
+    COMMUNICATORS: lambda: DDP(
+        nn.Linear(2, 2), num_allreduce_streams=2, process_group=Delegate(dist.new_group())
+    ),
     "DistributedDataParallel._register_buffer_comm_hook": lambda: DDP(
         nn.Linear(2, 2)
     )._register_buffer_comm_hook(None, print),

@@ -27,6 +27,7 @@ METHODS_OF_APEX = (
     "create_hooks",
     "sync_bucket_structure",
 )
+COMMUNICATORS = "num_allreduce_streams > 1 with a process_group over another backend than Gloo"
 INSTEAD = {
     "DistributedDataParallel(mixed_precision=...)": (
         "use torch.autocast, and register_builtin_comm_hook('bf16') for the communication"
@@ -34,6 +35,7 @@ INSTEAD = {
     "DistributedDataParallel(shared_param=...)": (
         "remove the argument, because a parameter used in several places needs no option"
     ),
+    COMMUNICATORS: "pass the process groups in allreduce_communicators",
     "DistributedDataParallel._register_buffer_comm_hook": (
         "use broadcast_buffers=True, or reduce module.buffers() with torch.distributed after "
         "backward, on every rank"

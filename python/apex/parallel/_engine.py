@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import _core
-from apex._internal import joining, skipped_steps
+from apex._internal import joining, not_served, skipped_steps
 from apex._internal.group_names import name_of
 from apex._internal.groups import (
     backend_name,
@@ -46,10 +46,7 @@ def communicators(
     if count == 1 or over_gloo(group, device):
         return [group] * count
     if group is not world_group():
-        raise ValueError(
-            "num_allreduce_streams > 1 needs more process groups, which are created only for the "
-            "default process group: pass them as allreduce_communicators."
-        )
+        not_served.refuse(not_served.COMMUNICATORS, ValueError)
     return [group, *(group_of_all_ranks("apex_allreduce") for _ in range(count - 1))]
 
 
