@@ -38,18 +38,15 @@ namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::seconds;
-using Clock = std::chrono::steady_clock;
 using testing::check;
+using testing::expect_done;
+using testing::hit_at;
 using testing::HostMessage;
+using testing::Outcome;
 using testing::Places;
 using testing::values;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-struct Outcome {
-  int status = -1;   ///< from waitpid(); -1: it had to be killed
-  std::string said;  ///< "done", or the error
-};
 
 struct Rank {
   int rank = 0;
@@ -123,29 +120,18 @@ std::vector<Outcome> run(const Places& places, const std::function<void(Rank&)>&
   const auto ranks = places.size();
   std::vector<pid_t> children;
   std::vector<int> pipes;
-  const auto begin = Clock::now();
+  const auto until = std::chrono::steady_clock::now() + seconds(150);
   for (size_t rank = 0; rank < ranks; ++rank) {
     int ends[2];
     require(::pipe2(ends, O_CLOEXEC) == 0, "no pipe");
-    const pid_t child = ::fork();
-    if (child == 0) {
-      std::string said = "done";
-      int status = 0;
-      try {
-        if (before) before(static_cast<int>(rank));
-        Rank self = connect(static_cast<int>(rank), places, folder.path, timeout);
-        body(self);
-        self = Rank();
-        finish_dropped_groups();
-      } catch (const std::exception& error) {
-        said = error.what();
-        status = 1;
-      }
-      static_cast<void>(!::write(ends[1], said.c_str(), said.size()));
-      ::_exit(status);
-    }
+    children.push_back(testing::fork_rank(ends[1], [&] {
+      if (before) before(static_cast<int>(rank));
+      Rank self = connect(static_cast<int>(rank), places, folder.path, timeout);
+      body(self);
+      self = Rank();
+      finish_dropped_groups();
+    }));
     ::close(ends[1]);
-    children.push_back(child);
     pipes.push_back(ends[0]);
   }
   // After the forks: a child would inherit the state of the server's threads.
@@ -156,39 +142,7 @@ std::vector<Outcome> run(const Places& places, const std::function<void(Rank&)>&
   const c10d::TCPStore server("127.0.0.1", options);  // survives all ranks
   std::ofstream(folder.path / "part") << server.getPort();
   fs::rename(folder.path / "part", folder.path / "port");
-  std::vector<Outcome> outcomes(ranks);
-  for (size_t left = ranks; left > 0 && Clock::now() < begin + seconds(150);) {
-    int status = 0;
-    const pid_t child = ::waitpid(-1, &status, WUNTRACED | WNOHANG);
-    if (child <= 0) {
-      ::poll(nullptr, 0, 1);
-      continue;
-    }
-    if (WIFSTOPPED(status)) {
-      if (on_stop) on_stop(child);
-      continue;
-    }
-    for (size_t rank = 0; rank < ranks; ++rank) {
-      if (children[rank] != child) continue;
-      outcomes[rank].status = status;
-    }
-    --left;
-  }
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    if (outcomes[rank].status == -1)
-      ::kill(children[rank], SIGKILL), ::waitpid(children[rank], nullptr, 0);
-    char text[4096];
-    ssize_t got = 0;
-    while ((got = ::read(pipes[rank], text, sizeof(text))) > 0)
-      outcomes[rank].said.append(text, static_cast<size_t>(got));
-    ::close(pipes[rank]);
-  }
-  return outcomes;
-}
-
-void expect_done(const std::vector<Outcome>& outcomes) {
-  for (size_t rank = 0; rank < outcomes.size(); ++rank)
-    EXPECT_EQ(outcomes[rank].said, "done") << "rank " << rank;
+  return testing::wait_for_ranks(children, pipes, until, on_stop);
 }
 
 // --- messages ---
@@ -294,15 +248,6 @@ TEST_P(HostHierarchyTest, RankThatIsElsewhere_HoldsNobodyUp) {
   }));
 }
 
-/// Sends `signal` to itself at step `step`.
-void hit_at(int step, int signal) {
-  static std::atomic<int> steps;
-  steps = 0;
-  testing::at_step = [step, signal](const char*) {
-    if (steps++ == step) ::kill(::getpid(), signal);
-  };
-}
-
 /// Sends a message of each size, two in flight.
 void train(Rank& self) {
   HostMessage small, large;
@@ -333,22 +278,13 @@ bool is_tried(int step, const Places& places) {
   return testing::is_tried(step, layout);
 }
 
-/// The number of steps of a rank.
 int count_steps(const Places& places, int victim) {
-  int ends[2];
-  require(::pipe(ends) == 0, "no pipe");
-  expect_done(run(places, [&](Rank& self) {
-    if (self.rank == victim) {
-      testing::at_step = [fd = ends[1]](const char*) { static_cast<void>(!::write(fd, "s", 1)); };
-    }
-    train(self);
-  }));
-  ::close(ends[1]);
-  int count = 0;
-  char step = 0;
-  while (::read(ends[0], &step, 1) == 1) ++count;
-  ::close(ends[0]);
-  return count;
+  return testing::count_steps([&](const auto& count) {
+    expect_done(run(places, [&](Rank& self) {
+      if (self.rank == victim) count();
+      train(self);
+    }));
+  });
 }
 
 // Hazard: survivors on the rank's host see its process exit. Survivors on other hosts see a closed

@@ -28,6 +28,9 @@ namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::seconds;
+using testing::expect_done;
+using testing::hit_at;
+using testing::Outcome;
 
 /// A rank's message to the others, through pipes.
 struct Introduction {
@@ -116,11 +119,6 @@ void train(HostChannel& channel, int rank, int ranks) {
   check(share, sum, "share of a sum");
 }
 
-struct Outcome {
-  int status = -1;  ///< from waitpid()
-  std::string said;
-};
-
 /// Runs the ranks. Calls `act(rank)` in each process before it trains.
 std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
                          const std::function<void(pid_t)>& on_stop = {}) {
@@ -131,23 +129,11 @@ std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
   }
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      std::string said = "done";
-      int status = 0;
-      try {
-        const auto channel = connect(rank, ranks, links[rank], seconds(20));
-        act(rank);
-        train(*channel, rank, ranks);
-      } catch (const std::exception& error) {
-        said = error.what();
-        status = 1;
-      }
-      testing::at_step = nullptr;
-      write_all(links[rank].to_parent[1], said.c_str(), said.size() + 1);
-      ::_exit(status);
-    }
-    children.push_back(child);
+    children.push_back(testing::fork_rank(links[rank].to_parent[1], [&] {
+      const auto channel = connect(rank, ranks, links[rank], seconds(20));
+      act(rank);
+      train(*channel, rank, ranks);
+    }));
   }
   std::vector<Introduction> all(static_cast<size_t>(ranks));
   for (int rank = 0; rank < ranks; ++rank) {
@@ -161,72 +147,26 @@ std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
   for (const Link& link : links) read_all(link.to_parent[0], &ready, 1);
   for (const Link& link : links) write_all(link.from_parent[1], &ready, 1);
 
-  std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
-  const auto until = std::chrono::steady_clock::now() + seconds(15);
-  for (int left = ranks; left > 0 && std::chrono::steady_clock::now() < until;) {
-    int status = 0;
-    const pid_t child = ::waitpid(-1, &status, WUNTRACED | WNOHANG);
-    if (child <= 0) {
-      ::poll(nullptr, 0, 1);
-      continue;
-    }
-    if (WIFSTOPPED(status)) {
-      if (on_stop) on_stop(child);
-      continue;
-    }
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (children[rank] == child) outcomes[rank].status = status;
-    }
-    --left;
-  }
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (outcomes[rank].status == -1)
-      ::kill(children[rank], SIGKILL), ::waitpid(children[rank], nullptr, 0);
-    char text[1024];
-    ssize_t got = 0;
-    while ((got = ::read(links[rank].to_parent[0], text, sizeof(text))) > 0)
-      outcomes[rank].said.append(text, static_cast<size_t>(got));
-    ::close(links[rank].to_parent[0]);
-    ::close(links[rank].from_parent[1]);
-  }
+  std::vector<int> pipes;
+  for (const Link& link : links) pipes.push_back(link.to_parent[0]);
+  const auto outcomes = testing::wait_for_ranks(
+      children, pipes, std::chrono::steady_clock::now() + seconds(15), on_stop);
+  for (const Link& link : links) ::close(link.from_parent[1]);
   return outcomes;
 }
 
-/// The number of steps of a rank that does not sleep. Waiting adds steps; a step that is not
-/// reached has no effect.
 int count_steps(int ranks, int victim) {
-  int pipe_of_count[2];
-  EXPECT_EQ(::pipe(pipe_of_count), 0);
-  static std::atomic<int> steps;  // of all threads
-  const auto outcomes = run(ranks, [&](int rank) {
-    if (rank != victim) return;
-    steps = 0;
-    testing::at_step = [fd = pipe_of_count[1]](const char*) {
-      const int count = ++steps;
-      write_all(fd, &count, sizeof(count));
-    };
+  return testing::count_steps([&](const auto& count) {
+    expect_done(run(ranks, [&](int rank) {
+      if (rank == victim) count();
+    }));
   });
-  for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.said.c_str(), std::string("done"));
-  ::close(pipe_of_count[1]);
-  int count = 0, last = 0;
-  while (::read(pipe_of_count[0], &count, sizeof(count)) == sizeof(count)) last = count;
-  ::close(pipe_of_count[0]);
-  return last;
 }
 
 int open_files() {
   int count = 0;
   for ([[maybe_unused]] const auto& entry : fs::directory_iterator("/proc/self/fd")) ++count;
   return count;
-}
-
-/// In the victim: sends `signal` to itself at step `step`.
-void hit_at(int step, int signal) {
-  static std::atomic<int> steps;
-  steps = 0;
-  testing::at_step = [step, signal](const char*) {
-    if (steps++ == step) ::kill(::getpid(), signal);
-  };
 }
 
 class HostProcesses : public ::testing::TestWithParam<std::tuple<int, int>> {
@@ -255,7 +195,7 @@ TEST_P(HostProcesses, RankKilledAtAnyStepIsNamedWithinASecond) {
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == victim) continue;
       ASSERT_TRUE(WIFEXITED(outcomes[rank].status)) << "rank " << rank << " hangs";
-      const std::string said = outcomes[rank].said.c_str();
+      const std::string& said = outcomes[rank].said;
       // "done": the victim had finished its part for this rank.
       const std::string named = "rank " + std::to_string(victim) + " has ended (process ";
       EXPECT_TRUE(said == "done" || said.find(named) != std::string::npos) << said;
@@ -279,7 +219,7 @@ TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
           ::poll(nullptr, 0, 25);  // longer than a sleep, so that peers check the process
           ::kill(child, SIGCONT);
         });
-    for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.said.c_str(), std::string("done"));
+    expect_done(outcomes);
   }
 }
 
