@@ -23,6 +23,7 @@
 
 #include <apex/parallel/checkpoint.h>
 #include <apex/parallel/distributed_data_parallel.h>
+#include <support/reducer_steps.h>
 #include <support/thread_backend.h>
 
 namespace {
@@ -62,18 +63,10 @@ struct TwoHeads : torch::nn::Module {
 namespace apex::parallel {
 namespace {
 
+using apex::testing::expect_contains;
+using apex::testing::message_of;
 using apex::testing::run_ranks;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-template <typename Exception>
-std::string text_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  return "it was not thrown";
-}
 
 TEST(DistributedDataParallelCpp, Holder_Trained_KeepsRanksEqualAndFollowsTheWholeBatch) {
   run_ranks(2, [](int rank, const Group& group) {
@@ -188,10 +181,9 @@ TEST(DistributedDataParallelCpp, StateOfOneRankChanges_Backward_ThrowsAndNamesAP
     if (rank == 2) table.data_ptr<float>()[3] = 2;
     steps(3);
     if (rank == 2) net->parameters()[0].data_ptr<float>()[0] += 1;
-    EXPECT_NE(text_of<RankMismatch>([&] { steps(3); })
-                  .find("rank 2 holds a different state than the other ranks: parameter '0.weight' "
-                        "differs"),
-              std::string::npos);
+    expect_contains(
+        message_of<RankMismatch>([&] { steps(3); }),
+        "rank 2 holds a different state than the other ranks: parameter '0.weight' differs");
   });
 }
 
@@ -201,8 +193,7 @@ TEST(DistributedDataParallelCpp, ParameterReplacedAddedOrRemoved_Forward_ThrowsA
     DistributedDataParallel model(net, group);
     const at::Tensor x = torch::randn({2, 4});
     const auto expect_refused = [&](const std::string& part) {
-      const std::string text = text_of<Error>([&] { model.forward(x); });
-      EXPECT_NE(text.find(part), std::string::npos) << text;
+      expect_contains(message_of<Error>([&] { model.forward(x); }), part);
     };
     model.to(at::kDouble);  // the same parameters
     model.forward(x.to(at::kDouble)).sum().backward();
@@ -232,18 +223,16 @@ TEST(DistributedDataParallelCpp, Buffers_ByDefaultAndOnRequest_AreLeftAloneOrRan
       other->register_buffer("table", torch::full({rank + 2}, rank));
       const auto wrap = [&] { DistributedDataParallel(other, options); };
       if (broadcast) {
-        EXPECT_NE(text_of<RankMismatch>(wrap).find("buffer 'table'"), std::string::npos);
+        expect_contains(message_of<RankMismatch>(wrap), "buffer 'table'");
       } else {
         wrap();
       }
     }
     Net sparse;
     sparse->register_buffer("table", torch::zeros({2, 3}).to_sparse());
-    EXPECT_NE(text_of<InvalidArgument>([&] {
-                DistributedDataParallel(
-                    sparse, DistributedDataParallelOptions(group).broadcast_buffers(true));
-              }).find("buffer 'table' cannot be synchronized"),
-              std::string::npos);
+    const auto options = DistributedDataParallelOptions(group).broadcast_buffers(true);
+    expect_contains(message_of<InvalidArgument>([&] { DistributedDataParallel(sparse, options); }),
+                    "buffer 'table' cannot be synchronized");
   });
 }
 
@@ -444,8 +433,8 @@ TEST(DistributedDataParallelCpp, MovedFrom_AnyUse_ThrowsOurError) {
         [&] { model.reducer(); },
     };
     for (size_t i = 0; i < uses.size(); ++i) {
-      EXPECT_NE(text_of<Error>(uses[i]).find("this object was moved from"), std::string::npos)
-          << "use " << i;
+      SCOPED_TRACE(i);
+      expect_contains(message_of<Error>(uses[i]), "this object was moved from");
     }
     other.forward(torch::ones({1, 4})).sum().backward();
     EXPECT_TRUE(other->weight.grad().defined());

@@ -263,28 +263,5 @@ TEST(FakeCapture, WhatAGpuWouldRefuse_IsReported) {
   fake::detector().reset();
 }
 
-TEST(FakeCapture, ForkAndJoin_IsCaptured_AndReplayComputesAgainInTheSameMemory) {
-  const c10::StreamGuard guard(fake::new_stream("origin"));
-  fake::detector().reset();
-  const c10::Stream other = fake::new_stream("other");
-  const at::Tensor x = at::ones({3}, at::device(fake::device()));
-  at::Tensor y;
-  fake::Graph graph;
-  graph.begin(fake::current_stream());
-  fake::order(fake::current_stream(), other);
-  {
-    const c10::StreamGuard on_other(other);
-    y = x.mul(2);
-  }
-  fake::order(other, fake::current_stream());
-  y.add_(1);
-  graph.end();
-  EXPECT_EQ(graph.errors(), Strings{});
-  EXPECT_EQ(graph.size(), 2u);
-  fake::host_alias(x).fill_(5);
-  graph.replay();
-  EXPECT_TRUE(at::equal(fake::peek(y), at::full({3}, 11.0f)));
-}
-
 }  // namespace
 }  // namespace apex::testing

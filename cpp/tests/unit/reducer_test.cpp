@@ -324,47 +324,6 @@ TEST(Reducer, RegisteredBuffers_LieInTheBackendsMemory_OrInTorchsIfItHasNone) {
   }
 }
 
-/// Issues a second all-reduce from the callback of its first, as PowerSGD does.
-class ChainingHook final : public CommHook {
- public:
-  explicit ChainingHook(Group group) : group_(std::move(group)) {}
-  c10::intrusive_ptr<c10::ivalue::Future> run(GradientBucket& bucket) override {
-    auto result = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-    std::vector<at::Tensor> first{bucket.buffer};
-    group_->allreduce(first)->getFuture()->addCallback(
-        [result, group = group_, buffer = bucket.buffer](c10::ivalue::Future&) {
-          std::vector<at::Tensor> second{buffer};
-          group->allreduce(second)->getFuture()->addCallback(
-              [result, buffer](c10::ivalue::Future&) { result->markCompleted(buffer); });
-        });
-    return result;
-  }
-
- private:
-  Group group_;
-};
-
-TEST(ReducerCommHook, CollectivesFromCallbacks_ComeInOneOrderOnEveryRank) {
-  // The backend fails when ranks issue different collectives at the same position.
-  for (int round = 0; round < 20; ++round) {
-    run_ranks(3, [](int, const Group& group) {
-      ToyModel model = ToyModel::mlp({4, 16, 9, 5, 2}, 1);
-      Reducer reducer(model.parameters, {group}, small_buckets());
-      reducer.set_comm_hook(std::make_shared<ChainingHook>(group));
-      for (int step = 0; step < 3; ++step) {
-        model.zero_grad();
-        backward(reducer, model, random_batch(4, 4, step));
-        ToyModel reference = model.clone(at::kDouble);
-        loss_of(reference.forward(random_batch(4, 4, step))).backward();
-        for (size_t i = 0; i < model.size(); ++i) {
-          // Summed twice over three ranks with the same values.
-          EXPECT_LT(relative_error(model[i].grad(), reference[i].grad() * 9), 1e-5);
-        }
-      }
-    });
-  }
-}
-
 /// float16 and bfloat16 have the same width, and float16 cannot represent large bfloat16 values.
 TEST(ReducerCommHook, Compression_KeepsGradientsOfItsWidth_AndRefusesOtherDtypes) {
   run_ranks(2, [](int, const Group& group) {

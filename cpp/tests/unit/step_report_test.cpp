@@ -9,11 +9,14 @@
 #include "comm/membership.h"
 #include "step/report_exchange.h"
 #include "step/step_report.h"
+#include "support/reducer_steps.h"
 
 // Report rows without ranks: each is written, read and judged.
 
 namespace apex::parallel {
 namespace {
+
+using apex::testing::expect_contains;
 
 /// One rank's row, and its description of its parameters.
 struct Row {
@@ -48,10 +51,6 @@ std::string name_of(size_t parameter) { return "p" + std::to_string(parameter); 
 std::string refused(const std::vector<Row>& all) { return table_of(all).why_refused(name_of); }
 
 std::string difference(const std::vector<Row>& all) { return table_of(all).describe_difference(); }
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
-}
 
 TEST(StepReport, EveryField_WrittenAndRead_IsTheSame) {
   std::vector<Row> all = rows(2, 130);  // bits in three words
