@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <stdexcept>
-#include <thread>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -107,13 +106,6 @@ TEST(AutocastGuard, NestedWithAnotherDtype_CastsParametersAnew) {
     EXPECT_EQ(at::matmul(x, weight).scalar_type(), at::kHalf);
   }
   EXPECT_EQ(at::matmul(x, weight).scalar_type(), at::kBFloat16);
-}
-
-TEST(AutocastGuard, OtherThread_SeesNothingOfIt) {
-  AutocastGuard autocast(at::kCPU, at::kBFloat16);
-  at::ScalarType elsewhere = at::kBFloat16;
-  std::thread([&] { elsewhere = matmul_dtype(); }).join();
-  EXPECT_EQ(elsewhere, at::kFloat);
 }
 
 TEST(AutocastGuard, BadArguments_ThrowAndChangeNothing) {

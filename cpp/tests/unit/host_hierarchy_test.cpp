@@ -367,20 +367,15 @@ TEST(HostHierarchy, ThreeHostsOfTwo_SumsAreThose) {
   }));
 }
 
-TEST(HostHierarchy, HostsHaveOneRankEachOrDifferentNumbers_KeepTheProcessGroup) {
-  for (const Places& places : {Places{0, 1, 2}, Places{0, 0, 1}, Places{0, 1, 1, 1}}) {
+TEST(HostHierarchy, HostsHaveOneRankEachOrDifferentNumbers_KeepTheProcessGroup_OneTakesTheChannel) {
+  for (const Places& places : {Places{0, 1, 2}, Places{0, 0, 1}, Places{0, 1, 1, 1}, {0, 0, 0}}) {
     expect_done(run(places, [](Rank& self) {
       require(self.hierarchy == nullptr, "there is a hierarchy");
-      require(!host_backend_of(*self.group)->shares_memory(), "there is a channel");
+      const bool one_host = self.places.front() == self.places.back();
+      require(host_backend_of(*self.group)->shares_memory() == one_host,
+              "whether it has a channel");
     }));
   }
-}
-
-TEST(HostHierarchy, OneHost_TakesTheChannel) {
-  expect_done(run({0, 0, 0}, [](Rank& self) {
-    require(self.hierarchy == nullptr, "there is a hierarchy");
-    require(host_backend_of(*self.group)->shares_memory(), "there is no channel");
-  }));
 }
 
 /// System resources of this process.

@@ -226,33 +226,6 @@ TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
 INSTANTIATE_TEST_SUITE_P(RanksAndVictim, HostProcesses,
                          ::testing::Values(std::tuple(2, 0), std::tuple(2, 1), std::tuple(3, 1)));
 
-TEST(HostProcess, ForkedChildIsNoRank) {
-  const auto channel = std::make_shared<HostChannel>(0, HostChannel::make_memory(),
-                                                     std::vector<HostChannel::Peer>(1), seconds(5));
-  int said[2];
-  ASSERT_EQ(::pipe(said), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    std::string text = "nothing";
-    try {
-      channel->all_reduce("in the child", at::ones({3}), Op::SUM);
-    } catch (const std::exception& error) {
-      text = error.what();
-    }
-    write_all(said[1], text.c_str(), text.size());
-    ::_exit(0);
-  }
-  ::close(said[1]);
-  std::string text(4096, '\0');
-  text.resize(static_cast<size_t>(std::max<ssize_t>(0, ::read(said[0], text.data(), text.size()))));
-  ::close(said[0]);
-  ::waitpid(child, nullptr, 0);
-  EXPECT_NE(text.find("was forked"), std::string::npos) << text;
-  // The parent is not affected.
-  at::Tensor one = at::ones({3});
-  channel->all_reduce("in the parent", one, Op::SUM)->wait();
-}
-
 TEST(HostProcess, MemoryThatIsNotThereIsAnError) {
   const auto memory = HostMemory::create(1, 0);
   const HostFile right = memory->file();

@@ -175,12 +175,15 @@ TEST(LARC, Step_Float16FactorBelowItsSmallestNumber_IsNotRoundedFirst) {
 }
 
 /// With a gradient of ones, decay 0.1 and learning rate 1, the step leaves LARC's gradient.
-void expect_decay_folded_in(torch::optim::Optimizer& wrapped, const Tensor& param) {
+template <typename Optimizer, typename Options>
+void expect_decay_folded_in() {
+  // Not parallel to the gradient of ones, since decay would then cancel out.
+  const Tensor param = parameter(torch::tensor({-9.0f, 3.0f, 5.0f, 20.0f}));
+  Optimizer wrapped(Tensors{param}, Options(1.0).weight_decay(0.1));
   LARC optimizer(wrapped);
   param.mutable_grad() = torch::ones_like(param);
-  const double p_norm = param.detach().norm().item<double>();
-  const double g_norm = std::sqrt(static_cast<double>(param.numel()));
-  const double factor = std::min(0.02 * p_norm / (g_norm + 0.1 * p_norm + 1e-8), 1.0);
+  const double p_norm = param.detach().norm().template item<double>();
+  const double factor = std::min(0.02 * p_norm / (2 + 0.1 * p_norm + 1e-8), 1.0);
   const Tensor expected = (1 + 0.1 * param.detach()) * factor;
   optimizer.step();
   EXPECT_TRUE(torch::allclose(param.grad(), expected, 1e-5)) << param.grad();
@@ -188,19 +191,11 @@ void expect_decay_folded_in(torch::optim::Optimizer& wrapped, const Tensor& para
 
 TEST(LARC, Step_EveryOptimizerOfTorch_TakesItsWeightDecay) {
   using namespace torch::optim;
-  // Not parallel to the gradient of ones, since decay would then cancel out.
-  const Tensor param = parameter(torch::tensor({-9.0f, 3.0f, 5.0f, 20.0f}));
-  const Tensors params{param};
-  SGD sgd(params, SGDOptions(1.0).weight_decay(0.1));
-  expect_decay_folded_in(sgd, param);
-  Adam adam(params, AdamOptions(1.0).weight_decay(0.1));
-  expect_decay_folded_in(adam, param);
-  AdamW adamw(params, AdamWOptions(1.0).weight_decay(0.1));
-  expect_decay_folded_in(adamw, param);
-  Adagrad adagrad(params, AdagradOptions(1.0).weight_decay(0.1));
-  expect_decay_folded_in(adagrad, param);
-  RMSprop rmsprop(params, RMSpropOptions(1.0).weight_decay(0.1));
-  expect_decay_folded_in(rmsprop, param);
+  expect_decay_folded_in<SGD, SGDOptions>();
+  expect_decay_folded_in<Adam, AdamOptions>();
+  expect_decay_folded_in<AdamW, AdamWOptions>();
+  expect_decay_folded_in<Adagrad, AdagradOptions>();
+  expect_decay_folded_in<RMSprop, RMSpropOptions>();
 }
 
 TEST(LARC, Step_Closure_AdaptsAfterEachEvaluationAndReturnsTheLoss) {
