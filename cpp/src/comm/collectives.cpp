@@ -74,7 +74,7 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
 void wait_with_reports(Wait& wait, const c10d::ProcessGroup& group,
                        const std::function<bool(std::chrono::milliseconds)>& ended_within,
                        const std::function<void()>& meanwhile = {}) {
-  if (ended_within(wait.before_polls())) return;
+  if (ended_within(timing::kUsual)) return;
   while (!ended_within(timing::kSlice)) {
     end_if_interrupted(group);
     if (const std::string why = wait.poll(); !why.empty()) throw Error(why);
@@ -162,7 +162,6 @@ std::string own_cause(const std::exception_ptr& cause) {
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
                                const std::exception_ptr& cause, const char* advice) {
-  const std::string stall = stall_verdict(group);
   const std::string why = message_of(cause);
   const std::string of_hook = advice == kFixHook ? own_cause(cause) : std::string();
   if (advice == kFixHook && of_hook.empty()) advice = kLookAtOthers;
@@ -174,8 +173,7 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
     found.erase(again, why.size() + 2);
   throw CommunicationError(
       "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what + " failed: " + why + " (" + advice + ")" + found + note_on_ranks(group) +
-      (stall.empty() ? stall : "\nStall report before the failure:\n" + stall));
+      what + " failed: " + why + " (" + advice + ")" + found);
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
@@ -242,6 +240,7 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
   try {
     finished = wait_for_work(timed.wait, *work, group, meanwhile);
   } catch (...) {
+    if (meanwhile) meanwhile();  // throws if it knows why another rank has given up
     throw_on(what, group);
   }
   if (!finished) {

@@ -433,21 +433,25 @@ std::string HostChannel::awaited(const Operation& operation) const {
 }
 
 void HostChannel::check_ranks(const Operation& operation, bool processes) const {
-  for (int peer = 0; peer < size_; ++peer) {
+  std::string why;
+  for (int peer = 0; peer < size_ && why.empty(); ++peer) {
     if (!waits_for(peer, operation)) continue;
     const Control& control = *controls_[peer];
-    const auto& process = peers_[peer].process;
-    std::string end;
-    if (control.end.load() == End::kFailed) {
-      end = " reports: " + std::string(control.why);
-    } else if (control.end.load() == End::kLeft) {
-      end = " has left the group";
-    } else if (processes && process && state_of(*process) == ProcessState::kEnded) {
-      end = " has ended (process " + std::to_string(process->pid) + ")";
-    }
+    if (control.end.load() == End::kFailed) why = name_of(peer) + " reports: " + control.why;
+    if (control.end.load() == End::kLeft) why = name_of(peer) + " has left the group";
     // It may have arrived just before it ended.
-    if (!end.empty() && waits_for(peer, operation)) throw Error(name_of(peer) + end);
+    if (!waits_for(peer, operation)) why.clear();
   }
+  // Ranks fail and leave because of a process that has ended, whichever of them this rank awaits.
+  for (int peer = 0; peer < size_ && (processes || !why.empty()); ++peer) {
+    const auto& process = peers_[peer].process;
+    if (!process || controls_[peer]->end.load() != End::kNone ||
+        state_of(*process) != ProcessState::kEnded)
+      continue;
+    if (why.empty() && !waits_for(peer, operation)) continue;
+    throw Error(name_of(peer) + " has ended (process " + std::to_string(process->pid) + ")");
+  }
+  if (!why.empty()) throw Error(why);
 }
 
 /// Publishes how this rank has ended; peers check it only while they wait for this rank.

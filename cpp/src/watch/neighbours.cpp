@@ -14,12 +14,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <system_error>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -68,7 +67,7 @@ struct Neighbours {
   std::vector<Neighbour> all;
   std::optional<Clock::time_point> printed;
   bool started = false;             ///< the thread
-  const int wakes = make_socket();  ///< see wake_process()
+  const int wakes = make_socket();  ///< see wake_watcher()
 };
 
 Neighbours& neighbours() {
@@ -80,11 +79,11 @@ Neighbours& neighbours() {
 
 std::atomic<bool> some_failed{false};  ///< a process has ended with an error
 
-/// Wakes the thread of `process`: there may be news of its groups, or it has another neighbour.
-void wake(const Neighbours& state, const ProcessName& process) {
+/// Wakes the thread of `process`; `news`: so that it looks for news.
+void wake(const ProcessName& process, bool news) {
   sockaddr_un address;
   const socklen_t length = address_of(process, address);
-  static_cast<void>(::sendto(state.wakes, "", 1, MSG_NOSIGNAL,
+  static_cast<void>(::sendto(neighbours().wakes, &news, sizeof(news), MSG_NOSIGNAL,
                              reinterpret_cast<sockaddr*>(&address), length) >= 0);
 }
 
@@ -113,24 +112,24 @@ std::string find_line(Neighbours& state) {
   return {};
 }
 
-/// Polls until the process exits.
+/// Until the process exits.
 void loop(Neighbours& state) {
-  std::vector<pollfd> fds;
-  for (;;) {
+  for (std::vector<pollfd> fds;; step_boards()) {
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
       fds.assign({{state.wakes, POLLIN, 0}});
       for (const Neighbour& one : state.all) fds.push_back({one.fd, POLLIN, 0});
     }
-    if (::poll(fds.data(), fds.size(), -1) < 0) continue;
-    for (char byte = 0; ::recv(state.wakes, &byte, sizeof(byte), 0) >= 0;) continue;
-    if (fds[0].revents != 0) look_at_boards();
+    if (::poll(fds.data(), fds.size(), static_cast<int>(timing::kTick.count())) < 0) continue;
+    bool news = false;
+    for (bool more = false; ::recv(state.wakes, &more, sizeof(more), 0) >= 0;) news |= more;
+    if (news) look_at_boards();
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
       for (size_t i = 1; i < fds.size(); ++i) {
         if (fds[i].revents == 0) continue;
         Neighbour& one = state.all[i - 1];
-        one.outcome = outcome_of(one.process, one.fd);
+        one.outcome = outcome_of(one.process);
         if (!one.outcome.empty()) some_failed = true;
         ::close(std::exchange(one.fd, -1));
       }
@@ -141,9 +140,22 @@ void loop(Neighbours& state) {
 
 }  // namespace
 
+void start_watching() {
+  Neighbours& state = neighbours();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (!state.started) std::thread([&state] { loop(state); }).detach();
+  state.started = true;
+  wake_watcher();
+}
+
+void wake_watcher() {
+  if (const auto self = this_process()) wake(*self, /*news=*/false);
+}
+
+void wake_process(const ProcessName& process) { wake(process, /*news=*/true); }
+
 void watch_process(const ProcessName& process) {
-  const auto self = this_process();
-  if (!self || self->host != process.host || self->pid == process.pid) return;
+  if (process.pid == this_pid()) return;
   Neighbours& state = neighbours();
   const std::lock_guard<std::mutex> lock(state.mutex);
   const auto is_same = [&](const Neighbour& one) { return one.process == process; };
@@ -151,21 +163,7 @@ void watch_process(const ProcessName& process) {
   const int fd = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
   if (fd < 0) return;  // it has ended already, or the kernel is older than 5.3
   state.all.push_back({process, fd, {}});
-  wake(state, *self);
-}
-
-void listen_to_neighbours() {
-  Neighbours& state = neighbours();
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  if (std::exchange(state.started, true)) return;
-  std::thread([&state] { loop(state); }).detach();
-}
-
-void wake_process(const ProcessName& process) {
-  const auto self = this_process();
-  if (!self || self->host != process.host) return;
-  if (self->pid == process.pid) return look_at_boards();  // ranks are threads
-  wake(neighbours(), process);
+  wake_watcher();
 }
 
 void report_ended_processes() {
@@ -186,7 +184,7 @@ namespace {
 
 /// What a launcher gave to a process when it started: its rank, and what all ranks of a job share.
 struct FromLauncher {
-  std::string rank, job;
+  std::string rank, size, job;
 };
 
 FromLauncher from_launcher(const std::string& pid) {
@@ -194,44 +192,42 @@ FromLauncher from_launcher(const std::string& pid) {
   FromLauncher result;
   for (std::string entry; std::getline(environment, entry, '\0');) {
     if (entry.rfind("RANK=", 0) == 0) result.rank = entry.substr(5);
-    for (const char* name : {"MASTER_ADDR=", "MASTER_PORT=", "TORCHELASTIC_RUN_ID=", "WORLD_SIZE="})
+    if (entry.rfind("WORLD_SIZE=", 0) == 0) result.size = entry.substr(11);
+    for (const char* name : {"MASTER_ADDR=", "MASTER_PORT=", "TORCHELASTIC_RUN_ID="})
       if (entry.rfind(name, 0) == 0) result.job += entry + '\n';
   }
   return result;
 }
 
-}  // namespace
+/// Never destroyed.
+struct LaunchedRanks {
+  FromLauncher own = from_launcher("self");
+  std::map<int, ProcessName> ranks;
+};
 
-std::map<int, ProcessName> launched_ranks() noexcept try {
-  static auto* const mutex = new std::mutex;
-  static auto* const ranks = new std::map<int, ProcessName>;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  const FromLauncher own = from_launcher("self");
-  if (own.rank.empty()) return *ranks;
-  std::error_code error;
-  const std::string parent = "/proc/" + std::to_string(::getppid()) + "/task";
-  for (const auto& task : std::filesystem::directory_iterator(parent, error)) {
-    std::ifstream children(task.path() / "children");
-    for (int64_t pid = 0; children >> pid;) {
-      // The parent may have started other jobs as well.
-      const FromLauncher other = from_launcher(std::to_string(pid));
-      if (other.rank.empty() || other.job != own.job) continue;
-      const auto process = process_of(pid);
-      if (!process) continue;
-      ranks->emplace(std::atoi(other.rank.c_str()), *process);
-      watch_process(*process);
-    }
+const LaunchedRanks* read_launched() noexcept {
+  auto* const read = new LaunchedRanks;
+  const std::string parent = std::to_string(::getppid());
+  std::ifstream children("/proc/" + parent + "/task/" + parent + "/children");
+  for (int64_t pid = 0; !read->own.rank.empty() && children >> pid;) {
+    // The parent may have started other jobs as well.
+    const FromLauncher other = from_launcher(std::to_string(pid));
+    if (other.rank.empty() || other.size != read->own.size || other.job != read->own.job) continue;
+    if (const auto process = process_of(pid))
+      read->ranks.emplace(std::atoi(other.rank.c_str()), *process);
   }
-  return *ranks;
-} catch (...) {
-  return {};  // a process has ended meanwhile
+  return read;
 }
 
-namespace {
-
-/// When the library is loaded, all ranks are still there.
-[[maybe_unused]] const bool kRead = (launched_ranks(), true);
+/// Read when the library is loaded: all ranks are still there.
+const LaunchedRanks* const launched = read_launched();
 
 }  // namespace
+
+std::map<int, ProcessName> launched_ranks(int rank, int size) {
+  const FromLauncher& own = launched->own;
+  const bool is_job = own.rank == std::to_string(rank) && own.size == std::to_string(size);
+  return is_job ? launched->ranks : std::map<int, ProcessName>();
+}
 
 }  // namespace apex::parallel

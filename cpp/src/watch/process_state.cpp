@@ -3,7 +3,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,12 +39,6 @@ std::optional<Stat> read_stat(int64_t pid) {
   return Stat{fields[0][0], std::stoull(fields[19]), std::stoi(fields[49])};
 }
 
-/// See pretend_host(); empty: the real host.
-std::string& pretended_host() {
-  static auto* const name = new std::string;
-  return *name;
-}
-
 std::string name_of_host() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
@@ -54,6 +47,12 @@ std::string name_of_host() {
   const ssize_t length = ::readlink("/proc/self/ns/pid", space, sizeof(space));
   if (length > 0) boot += '/' + std::string(space, static_cast<size_t>(length));
   return boot;
+}
+
+/// Never destroyed: threads check processes while this process exits.
+std::string& host() {
+  static auto* const name = new std::string(name_of_host());
+  return *name;
 }
 
 }  // namespace
@@ -68,16 +67,6 @@ std::optional<ProcessName> ProcessName::decode(const std::string& text) {
   in >> process.pid >> process.start_time >> process.host;
   return in ? std::optional<ProcessName>(std::move(process)) : std::nullopt;
 }
-
-namespace {
-
-const std::string& host() {
-  // Never destroyed: the store's threads check processes while this process exits.
-  static const auto& real = *new std::string(name_of_host());
-  return pretended_host().empty() ? real : pretended_host();
-}
-
-}  // namespace
 
 std::optional<ProcessName> this_process() {
   // Of one process; a forked child reads it again.
@@ -116,7 +105,7 @@ void throw_forked() {
       "of it: create process groups and wrappers after the fork");
 }
 
-void pretend_host(const std::string& name) { pretended_host() = name; }
+void pretend_host(const std::string& name) { host() = name; }
 
 ProcessState state_of(const ProcessName& process) {
   const auto self = this_process();
@@ -133,25 +122,11 @@ ProcessState state_of(const ProcessName& process) {
   return stat->state == 'T' || stat->state == 't' ? ProcessState::kStopped : ProcessState::kUnknown;
 }
 
-std::string outcome_of(const ProcessName& process, int fd) {
-  // struct pidfd_info of linux/pidfd.h, from Linux 6.15 on: for a process that was waited for.
-  struct {
-    uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
-    uint64_t cgroup = 0;
-    uint32_t ids[11] = {};
-    int32_t status = 0;
-  } info;
-  static_assert(sizeof(info) == 64);
-  std::optional<int32_t> status;
+std::string outcome_of(const ProcessName& process) {
   const auto stat = read_stat(process.pid);
-  if (stat && stat->start_time == process.start_time) {
-    status = stat->status;
-  } else if (::ioctl(fd, _IOWR(0xFF, 11, info), &info) == 0 && (info.mask & (1 << 3)) != 0) {
-    status = info.status;
-  }
-  if (!status) return "exit code unknown";
-  if (WIFSIGNALED(*status)) return "signal " + std::to_string(WTERMSIG(*status));
-  const int code = WEXITSTATUS(*status);
+  if (!stat || stat->start_time != process.start_time) return "exit code unknown";
+  if (WIFSIGNALED(stat->status)) return "signal " + std::to_string(WTERMSIG(stat->status));
+  const int code = WEXITSTATUS(stat->status);
   return code == 0 ? std::string() : "exit code " + std::to_string(code);
 }
 

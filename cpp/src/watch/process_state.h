@@ -45,7 +45,8 @@ enum class ProcessState {
 /// Queries the system; blocks only for reading a file in /proc.
 ProcessState state_of(const ProcessName& process);
 
-/// How `process`, whose pidfd is `fd`, has ended: "signal 9", "exit code 1", "" for exit code 0.
-std::string outcome_of(const ProcessName& process, int fd);
+/// How `process` has ended: "signal 9", "exit code 1", "" for exit code 0; "exit code unknown" once
+/// its parent has waited for it.
+std::string outcome_of(const ProcessName& process);
 
 }  // namespace apex::parallel

@@ -133,12 +133,6 @@ const RankRecord* answer_of(const Stall& stall, int rank) {
   return answered ? &found->second : nullptr;
 }
 
-/// Whether `rank` waits in a collective, as far as is known.
-bool waits(const Stall& stall, int rank) {
-  const RankRecord* const other = answer_of(stall, rank);
-  return other != nullptr && other->waits && stall.processes.count(rank) == 0;
-}
-
 struct Cause {
   std::string where, why, next;
 };
@@ -187,49 +181,38 @@ Cause cause_of(const Stall& stall, int rank) {
 
 }  // namespace
 
+bool waits_too(const Stall& stall, int rank) {
+  if (stall.processes.count(rank) != 0) return false;
+  if (stall.on_device) return reached(stall, rank) >= stall.mine.call;
+  const RankRecord* const other = answer_of(stall, rank);
+  return other != nullptr && other->waits && other->channel == stall.mine.channel &&
+         other->call == stall.mine.call;
+}
+
 std::vector<int> late(const Stall& stall) {
   std::vector<int> elsewhere, in_no_collective;
   int64_t fewest = stall.mine.call;
   for (int rank = 0; rank < stall.size; ++rank) {
-    if (rank == stall.rank) continue;
-    const bool lost = stall.processes.count(rank) != 0;
-    if (!stall.store_answers) {
-      if (lost) in_no_collective.push_back(rank);
-    } else if (stall.on_device) {
-      if (lost || reached(stall, rank) < stall.mine.call) in_no_collective.push_back(rank);
-    } else if (!waits(stall, rank)) {
+    if (rank == stall.rank || waits_too(stall, rank)) continue;
+    const RankRecord* const other = answer_of(stall, rank);
+    if (stall.on_device || other == nullptr || !other->waits || stall.processes.count(rank) != 0) {
       in_no_collective.push_back(rank);
-    } else if (stall.others.at(rank).channel != stall.mine.channel ||
-               stall.others.at(rank).call != stall.mine.call) {
+    } else {
       elsewhere.push_back(rank);
       fewest = std::min(fewest, reached(stall, rank));
     }
   }
   if (!in_no_collective.empty()) return in_no_collective;
-  if (fewest == stall.mine.call) return elsewhere;
-  std::vector<int> behind;
-  for (const int rank : elsewhere) {
-    if (reached(stall, rank) == fewest) behind.push_back(rank);
-  }
-  return behind;
+  const auto is_ahead = [&](int rank) { return reached(stall, rank) > fewest; };
+  if (fewest < stall.mine.call)
+    elsewhere.erase(std::remove_if(elsewhere.begin(), elsewhere.end(), is_ahead), elsewhere.end());
+  return elsewhere;
 }
-
-bool is_stall(const Stall& stall) { return !stall.on_device || !late(stall).empty(); }
 
 std::string describe(const Stall& stall) {
   std::string text = (stall.on_device ? "the GPU of rank " : "rank ") + std::to_string(stall.rank) +
                      " of " + std::to_string(stall.size) + " has waited for " +
                      seconds_of(stall.mine.seconds) + " in: " + stall.mine.what;
-  if (!stall.store_answers && stall.processes.empty()) {
-    return text +
-           "\n  who:   unknown: the store, through which ranks report, does not answer"
-           "\n  why:   its process (rank 0 or the launcher) has ended, is stopped or unreachable, "
-           "or it "
-           "is no TCPStore"
-           "\n  next:  check that this process is running and its host can be reached; a group "
-           "that "
-           "was made with file:// has no reports";
-  }
   const std::vector<int> late = parallel::late(stall);
   if (late.empty()) {
     return text +
@@ -239,7 +222,7 @@ std::string describe(const Stall& stall) {
            indented(stall.mine.state);
   }
   std::vector<int> waiting;
-  for (int rank = 0; rank < stall.size && stall.store_answers; ++rank) {
+  for (int rank = 0; rank < stall.size; ++rank) {
     if (rank != stall.rank && std::find(late.begin(), late.end(), rank) == late.end())
       waiting.push_back(rank);
   }

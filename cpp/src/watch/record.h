@@ -42,7 +42,8 @@ struct RankRecord {
   double seconds = 0;                    ///< since the wait, or the call, began
   int64_t asked = 0;                     ///< how often ranks had asked when it answered
   std::map<std::string, CallLog> calls;  ///< by channel of the group
-  std::string state;                     ///< further lines about the process
+  std::string state;                     ///< further lines about the process; with a failure, the
+                                         ///< stall report that this rank has printed
   std::string failure;                   ///< the collective that has failed on this rank; or empty
   std::string cause;                     ///< of the failure, if it is in this rank's own code
   Proof proof;                           ///< about other ranks
@@ -82,21 +83,19 @@ struct Stall {
   int rank = 0;
   int size = 1;
   RankRecord mine;
-  RankRecords others;  ///< their latest reports
-  Proof processes;     ///< processes of this host that have exited or are stopped
-  bool store_answers = true;
+  RankRecords others;       ///< their latest reports
+  Proof processes;          ///< processes of this host that have exited or are stopped
   bool on_device = false;   ///< a GPU waits while this rank's host continues
   double seconds_left = 0;  ///< until the group's timeout; negative: unknown
   std::string note;         ///< which ranks of the job these are; may be empty
 };
 
+/// Whether `rank` waits in the same call, as far as is known. Over a GPU: its host has made it.
+bool waits_too(const Stall& stall, int rank);
+
 /// The ranks that hold the others up: those that are in no collective, and otherwise those that
 /// have made the fewest calls. Over a GPU, ranks whose host has not made the call.
 std::vector<int> late(const Stall& stall);
-
-/// Whether to report a stall. A busy GPU looks like a waiting one, so a GPU is stalled only if some
-/// host has not made the call yet.
-bool is_stall(const Stall& stall);
 
 /// The report as lines: which rank is late, where it is, the likely cause, and the remedy.
 std::string describe(const Stall& stall);

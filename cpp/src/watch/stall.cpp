@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cmath>
-#include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
-#include <locale>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -34,9 +33,8 @@ struct Stalls {
   std::shared_ptr<const Callback> on_notice;
   std::vector<std::function<std::string()>> readers;
   std::string last_verdict;
-  bool ended = false;  ///< see end_answers()
-  int answering = 0;
-  std::condition_variable answered;
+  std::atomic<bool> ended{false};  ///< see end_answers()
+  std::timed_mutex answering;      ///< held while readers run
 };
 
 Stalls& stalls() {
@@ -50,10 +48,10 @@ int64_t read_stall_time() {
   constexpr double kLeast = 0.1, kMost = 1e6;
   const char* const given = std::getenv("APEX_STALL_SECONDS");
   if (given == nullptr || *given == '\0') return kDefaultStallTime.count();
-  std::istringstream in(given);
-  in.imbue(std::locale::classic());
   double seconds = 0;
-  if (!(in >> seconds) || !(in >> std::ws).eof() || !std::isfinite(seconds)) {
+  const char* const end = given + std::strlen(given);
+  const auto read = std::from_chars(given, end, seconds);
+  if (read.ec != std::errc() || read.ptr != end || !std::isfinite(seconds)) {
     notify("APEX_STALL_SECONDS=" + std::string(given) +
            " is not a number of seconds: the default of 10 is used; 0 disables stall reports");
     return kDefaultStallTime.count();
@@ -172,24 +170,15 @@ RankRecord position(const Board& board) {
       latest = std::move(at);
   }
   latest.calls = calls_of(board);
-  {
-    const std::lock_guard<std::mutex> lock(stalls().mutex);
-    if (stalls().ended) return latest;
-    ++stalls().answering;
-  }
-  latest.state = read_state();
-  const std::lock_guard<std::mutex> lock(stalls().mutex);
-  --stalls().answering;
-  stalls().answered.notify_all();
+  const std::lock_guard<std::timed_mutex> lock(stalls().answering);
+  if (!stalls().ended) latest.state = read_state();
   return latest;
 }
 
 void end_answers() {
   {
-    std::unique_lock<std::mutex> lock(stalls().mutex);
+    const std::unique_lock<std::timed_mutex> lock(stalls().answering, std::chrono::seconds(1));
     stalls().ended = true;
-    stalls().answered.wait_for(lock, std::chrono::seconds(1),
-                               [] { return stalls().answering == 0; });
   }
   stay_for_readers();
 }

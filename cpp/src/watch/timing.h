@@ -14,15 +14,14 @@ using std::chrono::milliseconds;
 
 /// A longer wait is unusual: from then on the rank checks other ranks' reports.
 constexpr milliseconds kUsual{250};
-/// Interval of checks of data in this process.
+/// Interval of checks of data in this process, by the thread that waits and by a board's.
 constexpr milliseconds kSlice{50};
+constexpr milliseconds kTick{200};
 /// Interval of store calls. Up to 10,000 ranks make 1,000 calls a second in total, and no rank
 /// makes more than 5. A store answers some 30,000 a second.
 constexpr milliseconds between_looks(int ranks) {
   return std::clamp(milliseconds(ranks), milliseconds(200), milliseconds(10000));
 }
-/// Interval of checks of the processes of this host.
-constexpr milliseconds kNeighbours{200};
 /// How long after a process of this host has exited a rank stops waiting, if the store does not
 /// answer.
 constexpr milliseconds kAlone{2000};
@@ -41,10 +40,6 @@ constexpr milliseconds kIdle{10000};
 constexpr milliseconds until_asked(milliseconds stall) { return stall * 4 / 10; }
 /// From then on until ranks of other hosts have answered.
 constexpr milliseconds kAllAnswered = kIdle + milliseconds(1000);
-/// Interval at which the last launched collective of a GPU is looked at.
-constexpr milliseconds between_gpu_looks(milliseconds stall) { return stall * 3 / 10; }
-/// For how long the store has not answered when a rank reports a stall without it.
-constexpr milliseconds until_alone(milliseconds stall) { return stall * 9 / 10; }
 
 // --- a collective has failed ---
 

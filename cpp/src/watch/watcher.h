@@ -38,15 +38,17 @@ namespace apex::parallel {
 
 // Note [Stalls]
 //
-// The thread of a board also watches this rank's waits. When one has lasted for 0.4 of the stall
-// time, it reports that in the store, and asks. The other ranks of its host are woken; those of
+// The watching thread also watches this rank's waits. When one has lasted for 0.4 of the stall
+// time, it publishes that in the store, and asks. The other ranks of its host are woken; those of
 // other hosts look for news from time to time. Each answers with its own position and activity, on
-// its board's thread, since the main thread may be busy. A rank that has answered that it is in no
-// collective, and then starts to wait, reports that. When the stall time has passed, each waiting
-// rank compares its calls with those of the next rank, see Note [Ranks in different collectives].
-// The first rank that waits in this call reads all reports, prints which rank is late, and leaves
-// the text in the store, for the errors of the others. Ranks that wait in different calls for the
-// same rank may print one report each. The procedure repeats after 4, 16, ... times the stall time.
+// the watching thread, since the main thread may be busy. A rank that has answered that it is in no
+// collective, and then starts to wait, corrects that. When the stall time has passed, each waiting
+// rank reads the positions from rank 0 on, compares the calls with its own, see
+// Note [Ranks in different collectives], and stops at one that waits in the same call: the lowest
+// of these reads all, and prints which rank is late. If the collective fails later, its report of
+// the failure has the same text, for the errors of the others. Ranks that wait in different calls
+// for the same rank may print one report each. The procedure repeats after 4, 16, ... times the
+// stall time.
 //
 // Over NCCL the GPU waits while the host continues, possibly several calls ahead. So the thread
 // checks whether the last launched collective has completed. If it does not for the stall time, the
@@ -68,10 +70,8 @@ class Wait {
   Wait(const Wait&) = delete;
   Wait& operator=(const Wait&) = delete;
 
-  /// After how long to poll() first.
-  std::chrono::milliseconds before_polls() const;
   /// Why the wait will not end; empty while other ranks may just be late. Does not block: the
-  /// board's thread calls the store.
+  /// watching thread calls the store.
   std::string poll();
 
   const std::string& what;
@@ -83,13 +83,12 @@ class Wait {
 
   const WatchedGroupPtr group_;
   const bool connects_;
-  int next_report_ = 1;                   ///< in stall times; see report_alone()
+  bool reported_ = false;                 ///< see report_alone()
   Clock::time_point look_at_, ended_at_;  ///< see lost_process()
 };
 
 /// Watches the waits of this process in the channels of `board`. On its thread.
-void watch_waits(Board& board, c10d::Store& store);
-std::chrono::milliseconds between_gpu_looks(const Board& board);
+void watch_waits(Board& board);
 
 /// Records that this rank has launched `work`, the collective `what` of `group`, which the host
 /// does not wait for. Not while a graph is captured.
@@ -97,9 +96,9 @@ void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
                        const c10::intrusive_ptr<c10d::Work>& work) noexcept;
 
 /// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
-/// are lost, and where other ranks have failed. Empty without a store. Blocks for at most an eighth
-/// of the group's timeout, and five seconds at most; less than one second if a process of this host
-/// has exited. The first result is reused. Never throws.
+/// are lost, where other ranks have failed, and the stall report before that. Blocks for at most an
+/// eighth of the group's timeout, and five seconds at most; less than one second if a process of
+/// this host has exited. The first result is reused. Never throws.
 /// @param cause  what this rank's own code has raised; the other ranks report it too.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what,
                            const std::string& cause = {}) noexcept;
@@ -108,10 +107,6 @@ std::string report_failure(const c10d::ProcessGroup& group, const std::string& w
 /// calling it: makes the ranks that wait in it give up. Waits briefly for the store.
 void announce_failure(const c10d::ProcessGroup& group, const std::string& what,
                       const std::string& cause = {}) noexcept;
-
-/// The stall report about the last call of `group`, by whichever rank; else "". Waits briefly for
-/// the store.
-std::string stall_verdict(const c10d::ProcessGroup& group);
 
 /// Whether a collective of the group, or of a group that shares its board, has failed on this rank.
 bool has_failed(const c10d::ProcessGroup& group) noexcept;

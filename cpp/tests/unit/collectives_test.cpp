@@ -308,6 +308,16 @@ TEST(CollectiveWait, MeanwhileFindsAMismatch_PassesAsItIs) {
   }
 }
 
+// The other rank has found the mismatch, and has left the group.
+TEST(CollectiveWait, WorkFailsAndMeanwhileKnowsTheMismatch_ThatIsTheError) {
+  const auto group = make_stored_groups(2, "known")[0];
+  const auto work = pending();
+  work->end(cable());
+  EXPECT_THROW(
+      wait_collective(work, "x", *group, [] { throw RankMismatch("the ranks are out of step"); }),
+      RankMismatch);
+}
+
 // The check's exception (KeyboardInterrupt) goes to the caller; other ranks must not wait for this
 // rank.
 TEST(CollectiveWait, Interrupted_EndsByThatError_AndTheOthersHearOfIt) {

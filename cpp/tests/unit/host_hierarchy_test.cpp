@@ -106,7 +106,9 @@ Rank connect(int rank, const Places& places, const fs::path& folder, millisecond
   const auto backend = host_backend_of(*self.group);
   if (backend->sums_by_host()) self.hierarchy = backend;
   // The store's server asks the resolver for the name of each connection, which may take seconds.
-  watched(*self.group)->board->post([](c10d::Store&) {}).wait();
+  const auto board = watched(*self.group)->board;
+  for (const auto now = Board::Clock::now(); !board->answered_since(now); ::poll(nullptr, 0, 1))
+    board->look_if_older(milliseconds(0));
   base->barrier()->wait();
   return self;
 }

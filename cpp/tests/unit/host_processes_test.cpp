@@ -226,6 +226,16 @@ TEST_P(HostProcesses, RankStoppedAtAnyStepOnlyDelays) {
 INSTANTIATE_TEST_SUITE_P(RanksAndVictim, HostProcesses,
                          ::testing::Values(std::tuple(2, 0), std::tuple(2, 1), std::tuple(3, 1)));
 
+TEST(HostProcess, RankLeavesBecauseAnotherHasEnded_TheOneThatHasEndedIsNamed) {
+  const auto outcomes = run(3, [](int rank) {
+    if (rank == 2) ::kill(::getpid(), SIGKILL);
+    if (rank == 0) throw Error("it leaves");
+    ::poll(nullptr, 0, 300);
+  });
+  const std::string said = outcomes[1].said.c_str();
+  EXPECT_EQ(said.find("rank 2 has ended (process "), 0U) << said;
+}
+
 TEST(HostProcess, MemoryThatIsNotThereIsAnError) {
   const auto memory = HostMemory::create(1, 0);
   const HostFile right = memory->file();

@@ -64,7 +64,6 @@ Stall on_device(int64_t of_1, int64_t of_2) {
 
 TEST(StallVerdict, GpuWaits_RankWhoseHostHasNotMadeTheCallIsNamed) {
   const Stall one = on_device(6, 9);
-  EXPECT_TRUE(is_stall(one));
   const std::string text = describe(one);
   expect_has(text, "the GPU of rank 0 of 3 has waited for 12 s in: a");
   expect_has(text, "who:   rank 1 holds it up; rank 2 waits as well");
@@ -72,14 +71,14 @@ TEST(StallVerdict, GpuWaits_RankWhoseHostHasNotMadeTheCallIsNamed) {
 }
 
 TEST(StallVerdict, GpuWaitsAndAllHostsHaveMadeTheCall_IsNoStall) {
-  EXPECT_FALSE(is_stall(on_device(7, 9)));
+  EXPECT_TRUE(late(on_device(7, 9)).empty());
 }
 
 TEST(StallVerdict, GpuWaitsForRankInAnotherGroup_IsComparedInTheGroupOfTheCall) {
   Stall one = on_device(7, 7);
   one.others[2].channel = "other";
   one.others[2].call = 1;
-  EXPECT_FALSE(is_stall(one));
+  EXPECT_TRUE(late(one).empty());
   one.others[2].calls["group"].number = 6;
   expect_has(describe(one), "who:   rank 2 holds it up; rank 1 waits as well");
 }
@@ -185,16 +184,6 @@ TEST(StallVerdict, AllWait_NoRankIsNamed) {
   expect_has(describe(one), "no rank is late");
 }
 
-TEST(StallVerdict, StoreDoesNotAnswer_SaysSoUnlessAProcessIsKnown) {
-  Stall one = stall();
-  one.store_answers = false;
-  expect_has(describe(one), "who:   unknown: the store");
-  one.processes[2] = "has ended (process 5)";
-  const std::string text = describe(one);
-  expect_has(text, "who:   rank 2 holds it up\n");
-  expect_has(text, "its process has ended, but");
-}
-
 TEST(StallVerdict, ManyAreLate_AFewAreDescribed) {
   Stall one = stall();
   one.size = 1000;
@@ -238,38 +227,34 @@ class StallTest : public ::testing::Test {
 TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const auto groups = make_stored_groups(4, "away");
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
-  // So that it reports its next wait.
-  EXPECT_TRUE(watched(*groups[3])->board->said_elsewhere);
   expect_has(text, "who:   rank 3 holds it up; ranks ");
   expect_has(text, "rank 3 is in no collective; its last began ");
   expect_has(text, " before it was asked: a");
-}
-
-TEST_F(StallTest, VerdictIsPartOfTheError_UntilTheNextCall) {
-  const auto groups = make_stored_groups(2, "error");
-  ASSERT_NE(verdict(groups, 1, std::chrono::seconds(60)), "");
-  expect_has(stall_verdict(*groups[0]), "rank 1 holds it up");
-  begin_call(*groups[0], "c");
-  EXPECT_EQ(stall_verdict(*groups[0]), "");
 }
 
 TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
   static std::atomic<int> printed{0};
   on_notice([](const std::string&) { ++printed; });
   const auto groups = make_stored_groups(3, "errors");
-  for (const auto& group : groups) begin_call(*group, "a");
-  std::vector<std::unique_ptr<Wait>> waits;
-  for (const int rank : {0, 2}) waits.push_back(std::make_unique<Wait>(*groups[rank], kName));
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  const auto known = [&](int rank) { return stall_verdict(*groups[rank]); };
-  while ((known(0).empty() || known(2).empty()) && std::chrono::steady_clock::now() < until) {
-    for (const auto& wait : waits) wait->poll();
-    std::this_thread::sleep_for(milliseconds(5));
-  }
+  ASSERT_NE(verdict(groups, 2, std::chrono::seconds(60)), "");
   on_notice({});
-  expect_has(known(0), "rank 1 holds it up");
-  EXPECT_EQ(known(0), known(2));
   EXPECT_EQ(printed, 1);
+  std::vector<std::string> errors(2);
+  std::thread other([&] { errors[1] = report_failure(*groups[1], kName); });
+  errors[0] = report_failure(*groups[0], kName);
+  other.join();
+  for (const std::string& error : errors) {
+    expect_has(error, "; rank 2 has not reported this failure");
+    expect_has(error, "\nStall report before the failure:\n");
+    expect_has(error, "who:   rank 2 holds it up; rank ");
+  }
+}
+
+TEST_F(StallTest, NextCallEndsTheStall_ErrorHasNoVerdict) {
+  const auto groups = make_stored_groups(2, "next");
+  ASSERT_NE(verdict(groups, 1, std::chrono::seconds(60)), "");
+  begin_call(*groups[0], "c");
+  EXPECT_EQ(report_failure(*groups[0], "c").find("Stall report"), std::string::npos);
 }
 
 // A wait that has ended gets no verdict, and its post is corrected.
@@ -308,11 +293,11 @@ TEST_F(StallTest, GpuWaitsAndTheHostOfAnotherRankHasNotMadeTheCall_IsNamed) {
   for (const auto& group : groups) begin_call(*group, "first");
   for (const int rank : {0, 1}) begin_call(*groups[rank], "all-reduce of bucket 3");
   const auto work = c10::make_intrusive<OnGpu>();
-  remember_launched(*groups[1], "all-reduce of bucket 3", work);
+  for (const int rank : {0, 1}) remember_launched(*groups[rank], "all-reduce of bucket 3", work);
   const std::string text = report_within(std::chrono::seconds(60));
-  expect_has(text, "the GPU of rank 1 of 3 has waited");
+  expect_has(text, "the GPU of rank 0 of 3 has waited");
   expect_has(text, "in: all-reduce of bucket 3");
-  expect_has(text, "rank 2 holds it up; rank 0 waits as well");
+  expect_has(text, "rank 2 holds it up; rank 1 waits as well");
   work->completed = true;
 }
 
@@ -378,13 +363,17 @@ struct SilentStore final : c10d::HashStore {
 };
 
 // Hazard: the construction of a wrapper waits for a slow store, once for each of its groups.
-TEST(StoreDoesNotAnswer, FirstCallOfAGroup_DoesNotWaitForIt) {
+TEST_F(StallTest, StoreDoesNotAnswer_FirstCallDoesNotWaitForIt_AndTheStallReportSaysSo) {
   const auto store = c10::make_intrusive<SilentStore>();
   const auto began = std::chrono::steady_clock::now();
-  for (const auto& group : make_stored_groups(8, "silent", store)) begin_call(*group, "first");
+  const auto groups = make_stored_groups(8, "silent", store);
+  for (const auto& group : groups) begin_call(*group, "first");
   // An eighth of the groups' timeout is the shortest time for which a rank waits for a store.
   EXPECT_LT(std::chrono::steady_clock::now() - began, 4 * timing::kLeastPatience);
+  const std::string text = verdict({groups[5]}, 1, std::chrono::seconds(60));
   store->released.set_value();
+  expect_has(text, "rank 5 of 8 has waited for ");
+  expect_has(text, "the store, through which ranks report, does not answer");
 }
 
 // One request each time; see Board::read_news().
