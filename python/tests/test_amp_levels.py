@@ -7,6 +7,7 @@ import collections
 import collections.abc
 import contextlib
 import copy
+import dataclasses
 import io
 import types
 from typing import Any
@@ -248,6 +249,7 @@ def test_initialize_casts_the_model(
 
 
 Pair = collections.namedtuple("Pair", "x y")
+Frozen = dataclasses.make_dataclass("Frozen", ["x", "y"], frozen=True)
 
 
 class Batch:
@@ -272,6 +274,7 @@ def test_cast_model_casts_nested_inputs_and_leaves_the_rest(level: str, low: tor
         Batch(x),
         array,
         key=x,
+        sample=Frozen(x, 3),
         text="text",
         number=1.5,
         nothing=None,
@@ -283,7 +286,7 @@ def test_cast_model_casts_nested_inputs_and_leaves_the_rest(level: str, low: tor
     assert isinstance(inputs[2], Pair) and inputs[2].x.dtype == low and inputs[2].y is index
     assert isinstance(inputs[3], collections.OrderedDict) and inputs[3]["k"].dtype == low
     assert inputs[4].x.dtype == low and inputs[5] is array and inputs[5].dtype == np.float64
-    assert named["key"].dtype == low
+    assert named["key"].dtype == named["sample"].x.dtype == low and named["sample"].y == 3
     assert (named["text"], named["number"], named["nothing"]) == ("text", 1.5, None)
 
 

@@ -195,6 +195,10 @@ def test_scale_loss_leaves_model_grads_scaled_and_master_grads_unscaled() -> Non
         assert param.dtype == param.grad.dtype == torch.float16
         assert master.dtype == master.grad.dtype == torch.float32
         assert torch.equal(param.grad.float(), 4 * master.grad)
+    model.zero_grad()
+    with amp.scale_loss(model.gain.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert [master.grad is None for master in amp.master_params(optimizer)] == [True, False]
     assert optimizer._amp_stash.all_fp16_params == list(model.parameters())
     assert optimizer._amp_stash.all_fp32_from_fp16_params == list(amp.master_params(optimizer))
 

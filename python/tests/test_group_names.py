@@ -124,8 +124,8 @@ def test_group_that_is_written_in_python_is_used_and_let_go(rank: int, world: in
     del group, ddp, two
     gc.collect()
     check(alive() is None, "the group is kept alive")
-    with raises(RuntimeError):
-        c10d._resolve_process_group(name)
+    c10d._register_process_group(name, inner)  # refused unless the name is free
+    c10d._unregister_process_group(name)
 
 
 # --- messages of one order: over one group, or by hooks that share one ---

@@ -168,7 +168,7 @@ def test_sync_batch_norm_random_cases_nccl_ranks_match_one_process(world_size: i
     run_nccl_ranks(world_size, _random_batch_norms, first_seed())
 
 
-def _replays(rank: int, world_size: int) -> None:
+def _replays(rank: int, world_size: int, views: bool) -> None:
     torch.manual_seed(3)
     reference = _Normalized().double()
     stream = torch.cuda.Stream()
@@ -186,9 +186,11 @@ def _replays(rank: int, world_size: int) -> None:
 
     with torch.cuda.stream(stream):
         model = convert_syncbn_model(copy.deepcopy(reference)).to("cuda", torch.float64)
-        ddp = DistributedDataParallel(model)
+        # Wrapped on a stream that can be captured, because gradients are accumulated on the stream
+        # that was current when the hooks were created.
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in batches[:3]:
+        for batch in batches[:3]:  # records the plan
             x.copy_(batch[rank * rows : (rank + 1) * rows])
             step(ddp, x, optimizer)
     torch.cuda.synchronize()
@@ -203,10 +205,13 @@ def _replays(rank: int, world_size: int) -> None:
     for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
         _assert_near(got, want, 1e-9, name)
     _assert_near(model.norm.running_var, reference.norm.running_var, 1e-9, "running_var")
+    assert ddp.statistics()["usage_reads"] == 0
 
 
-def test_step_with_sync_batch_norm_captured_in_a_graph_two_nccl_ranks_equals_one_process() -> None:
-    run_nccl_ranks(2, _replays)
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_step_captured_in_a_graph_two_nccl_ranks_equals_one_process(views: bool) -> None:
+    """With SyncBatchNorm."""
+    run_nccl_ranks(2, _replays, views)
 
 
 # --- one rank per GPU, up to eight; two ranks on one GPU ---
@@ -348,44 +353,3 @@ def test_step_views_with_gradients_kept_copies_nothing(group: None) -> None:
     ddp.zero_grad(set_to_none=False)
     ddp(x).sum().backward()
     assert ddp.statistics()["gradients_copied"] == before
-
-
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_step_captured_in_a_graph_replays_like_the_plain_loop(group: None, views: bool) -> None:
-    torch.manual_seed(5)
-    reference = _chain(5)
-    follower = torch.optim.SGD(reference.parameters(), lr=0.1)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    x = torch.zeros(4, 16, device="cuda")
-    with torch.cuda.stream(stream):
-        # Wrapped on a stream that can be captured, because gradients are accumulated on the stream
-        # that was current when the hooks were created.
-        ddp = DistributedDataParallel(copy.deepcopy(reference), gradient_as_bucket_view=views)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-
-        def step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> None:
-            optimizer.zero_grad(set_to_none=True)
-            model(batch).square().mean().backward()
-            optimizer.step()
-
-        warm_up = [torch.randn(4, 16, device="cuda") for _ in range(4)]
-        for batch in warm_up:  # records the plan
-            step(ddp, batch, optimizer)
-    torch.cuda.synchronize()
-    for batch in warm_up:
-        step(reference, batch, follower)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step(ddp, x, optimizer)
-    reads = ddp.statistics()["usage_reads"]
-    for _ in range(3):
-        batch = torch.randn(4, 16, device="cuda")
-        x.copy_(batch)
-        graph.replay()
-        step(reference, batch, follower)
-    assert reads == 0
-    for (name, got), want in zip(
-        ddp.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        torch.testing.assert_close(got, want, msg=name)

@@ -125,7 +125,7 @@ def test_sharded_optimizer_state_is_on_the_rank_that_steps_or_collects_it(
     held = [t for one in optimizer.state.values() for t in one.values() if t.ndim > 0]
     check_equal({t.numel() for t in held}, {2400} if rank == 0 else {300, 900, 3}, "whose state")
     _backward(model)
-    optimizer.step()
+    check_equal(optimizer.step(lambda: 5.0), 5.0, "the closure's loss")
     with raises(RuntimeError, "after the last step"):
         optimizer.state_dict()
     state["param_groups"].append(state["param_groups"][0])

@@ -31,14 +31,9 @@ TEST(AutocastGuard, Alive_MatmulIsLowPrecisionAndLossFloat32) {
   }
 }
 
-TEST(AutocastGuard, NoDtype_TakesTheSettingOfTheThread) {
-  AutocastGuard autocast(at::kCPU);
-  EXPECT_EQ(matmul_dtype(), at::kBFloat16);
-}
-
 TEST(AutocastGuard, Nested_EachEndRestoresWhatWasBefore) {
   {
-    AutocastGuard outer(at::kCPU, at::kBFloat16);
+    AutocastGuard outer(at::kCPU);  // the setting of the thread
     {
       AutocastGuard off(at::kCPU, std::nullopt, /*enabled=*/false);
       EXPECT_EQ(matmul_dtype(), at::kFloat);

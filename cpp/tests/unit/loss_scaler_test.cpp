@@ -165,27 +165,20 @@ TEST(LossScaler, SavedAndLoaded_AnotherScaler_GoesOnAlikeOrIsRefused) {
   EXPECT_EQ(other.get_scale(), 32);
 }
 
-TEST(LossScaler, Limits_AtFloorAndCap_ScaleStays) {
+TEST(LossScaler, Limits_AtFloorAndCapAndAboveByHand_ScaleStaysUntilItChanges) {
   LossScalerOptions limited = options(8, /*interval=*/1);
-  limited.min_scale(4);
-  limited.max_scale(16);
-  LossScaler scaler(limited);
+  LossScaler scaler(limited.min_scale(4).max_scale(16));
   update_with(scaler, 1);
   update_with(scaler, 1);
   EXPECT_EQ(scaler.get_scale(), 16);
   for (int i = 0; i < 4; ++i) update_with(scaler, kInf);
   EXPECT_EQ(scaler.get_scale(), 4);
-}
-
-TEST(LossScaler, Limits_ScaleSetByHandAboveCap_StaysUntilItChanges) {
-  LossScalerOptions limited = options(8, /*interval=*/2);
-  limited.max_scale(16);
-  LossScaler scaler(limited);
-  scaler.set_scale(1024);
-  update_with(scaler, 1);
-  EXPECT_EQ(scaler.get_scale(), 1024);
-  update_with(scaler, 1);
-  EXPECT_EQ(scaler.get_scale(), 16);
+  LossScaler by_hand(limited.growth_interval(2));
+  by_hand.set_scale(1024);
+  update_with(by_hand, 1);
+  EXPECT_EQ(by_hand.get_scale(), 1024);
+  update_with(by_hand, 1);
+  EXPECT_EQ(by_hand.get_scale(), 16);
 }
 
 TEST(LossScaler, Static_InfGradient_ScaleStaysAndNothingIsFound) {
