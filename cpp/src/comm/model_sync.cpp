@@ -58,13 +58,6 @@ std::string describe(const NamedTensor& entry) {
   return out.str();
 }
 
-std::vector<std::string> split_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream in(text);
-  for (std::string line; std::getline(in, line);) lines.push_back(line);
-  return lines;
-}
-
 constexpr const char* kComparison = "comparison of the models";
 
 /// All-gathers one tensor of the same shape from each rank; result on the CPU, [world, ...].
@@ -79,63 +72,49 @@ at::Tensor all_gather_host(const at::Tensor& mine, at::Device device, const Grou
   return all.cpu();
 }
 
-/// A parsed model description: a line per setting, an empty line, a line per tensor.
+/// A parsed model description: a line per setting, then a line per tensor, which begins with a
+/// quotation mark.
 struct Description {
   explicit Description(const std::string& text) {
-    std::vector<std::string>* lines = &settings;
-    for (std::string& line : split_lines(text)) {
-      if (line.empty()) {
-        lines = &tensors;
-      } else {
-        lines->push_back(std::move(line));
-      }
-    }
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);)
+      (line[0] == '\'' ? tensors : settings).push_back(line);
   }
 
   /// "with NAME=...", or "without NAME" where it was left at its default.
-  std::string setting(const std::string& key) const {
+  std::string setting(const std::string& name) const {
     for (const std::string& line : settings) {
-      if (key_of(line) == key) return "with " + line;
+      if (name_of(line) == name) return "with " + line;
     }
-    return "without " + key;
+    return "without " + name;
   }
 
   std::string tensor(size_t i) const { return i < tensors.size() ? tensors[i] : "missing"; }
 
-  static std::string key_of(const std::string& setting) {
-    return setting.substr(0, setting.find('='));
-  }
+  static std::string name_of(const std::string& line) { return line.substr(0, line.find('=')); }
 
-  std::vector<std::string> settings;
-  std::vector<std::string> tensors;
+  std::vector<std::string> settings, tensors;
 };
 
-std::string difference(int64_t rank, const std::string& reference, const std::string& other) {
-  const Description expected(reference);
-  const Description actual(other);
+std::string difference(int64_t rank, const Description& expected, const Description& actual) {
   PlainText out;
-  out << "rank " << rank << "'s model differs from rank 0's: ";
   // Start with the rank that has more settings: a setting of only one rank was set by its user.
   const bool more = actual.settings.size() > expected.settings.size();
-  std::vector<std::string> settings = more ? actual.settings : expected.settings;
-  const std::vector<std::string>& others = more ? expected.settings : actual.settings;
-  settings.insert(settings.end(), others.begin(), others.end());
-  for (const std::string& setting : settings) {
-    const std::string key = Description::key_of(setting);
-    if (expected.setting(key) == actual.setting(key)) continue;
-    out << "rank 0 was constructed " << expected.setting(key) << ", rank " << rank << ' '
-        << actual.setting(key)
-        << ". Construct the same model, with the same options, in the same order on every rank.";
-    return out.str();
+  for (const auto* const settings : {more ? &actual : &expected, more ? &expected : &actual}) {
+    for (const std::string& line : settings->settings) {
+      const std::string name = Description::name_of(line);
+      if (expected.setting(name) == actual.setting(name)) continue;
+      out << "rank 0 was constructed " << expected.setting(name) << ", rank " << rank << ' '
+          << actual.setting(name);
+      return out.str();
+    }
   }
   size_t i = 0;
-  const size_t both = std::min(expected.tensors.size(), actual.tensors.size());
-  while (i < both && expected.tensors[i] == actual.tensors[i]) ++i;
+  const size_t most = std::max(expected.tensors.size(), actual.tensors.size());
+  while (i < most && expected.tensor(i) == actual.tensor(i)) ++i;
   out << "parameter " << i << " is " << expected.tensor(i) << " on rank 0 and " << actual.tensor(i)
       << " on rank " << rank << " (" << expected.tensors.size() << " and " << actual.tensors.size()
-      << " parameters in all). Construct the same model, with the same options, in the same order "
-         "on every "
-         "rank.";
+      << " parameters in all)";
   return out.str();
 }
 
@@ -161,7 +140,6 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   if (world == 1) return;
   std::string text;
   for (const std::string& setting : settings) text += setting + '\n';
-  text += '\n';
   at::Device fallback(at::kCPU);
   for (const NamedTensor& entry : tensors) {
     text += describe(entry) + '\n';
@@ -181,15 +159,18 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
   at::Tensor padded = at::zeros({std::max<int64_t>(longest, 1)}, at::kByte);
   std::memcpy(padded.data_ptr(), text.data(), text.size());
   const at::Tensor texts = all_gather_host(padded, device, group).contiguous();
-  std::vector<std::string> of_rank;
-  for (int rank = 0; rank < world; ++rank) {
-    const char* data = reinterpret_cast<const char*>(texts[rank].data_ptr<uint8_t>());
-    of_rank.emplace_back(data, static_cast<size_t>(all[rank][1].item<int64_t>()));
-  }
+  const auto text_of = [&](int rank) {
+    const char* data = reinterpret_cast<const char*>(texts[rank].const_data_ptr<uint8_t>());
+    return std::string(data, static_cast<size_t>(all[rank][1].item<int64_t>()));
+  };
   for (int rank = 1; rank < world; ++rank) {
-    if (of_rank[rank] != of_rank[0]) {
-      throw RankMismatch(difference(rank, of_rank[0], of_rank[rank]) + note_on_ranks(*group));
-    }
+    if (text_of(rank) == text_of(0)) continue;
+    PlainText out;
+    out << "rank " << rank << "'s model differs from rank 0's: "
+        << difference(rank, Description(text_of(0)), Description(text_of(rank)))
+        << ". Construct the same model, with the same options, in the same order on every rank."
+        << note_on_ranks(*group);
+    throw RankMismatch(out.str());
   }
 }
 

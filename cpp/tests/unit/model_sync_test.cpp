@@ -67,14 +67,6 @@ TEST(VerifySameModel, ValuesThatDiffer_OrNoParameters_Pass) {
   });
 }
 
-TEST(VerifySameModel, OneRank_SendsNothing) {
-  const auto control = ThreadBackendControl::create(1);
-  run_ranks(control, [&](int, const Group& group) {
-    verify_same_model(model(), {}, group);
-    EXPECT_EQ(control->issued(0), 0u);
-  });
-}
-
 TEST(VerifySameModel, AnyDifference_ThrowsTheSameOnEveryRank_SayingWhat) {
   struct Difference {
     std::string text;
@@ -288,17 +280,6 @@ TEST(RequireSendable, ValuesThatCannotBeSent_ThrowsAndNamesTensorAndCause) {
                       {"expanded", values[0][0].expand({4})}},
                      "buffer", group);
   });
-}
-
-TEST(VerifySameModel, TensorThatCannotBeSentOnOneRank_EveryRankThrows) {
-  const at::Tensor values = at::zeros({2, 3});
-  for (const at::Tensor& other : {values.to(at::kMeta), values.to_sparse()}) {
-    run_ranks(2, [&](int rank, const Group& group) {
-      const Model mine{{"weight", rank == 1 ? other : values}};
-      const std::string text = text_of<RankMismatch>([&] { verify_same_model(mine, {}, group); });
-      EXPECT_NE(text.find("'weight'"), std::string::npos) << text;
-    });
-  }
 }
 
 TEST(BroadcastCoalesced, ManyTensors_TravelInMessagesOfTheGivenSize_OneThatIsLargerAlone) {
