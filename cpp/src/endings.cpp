@@ -46,9 +46,12 @@ Endings& endings() {
   return *made;
 }
 
+thread_local bool is_elsewhere = false;
+
 }  // namespace
 
 void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
+  if (is_elsewhere) return end();  // what ends holds the last reference to something else
   Endings& all = endings();
   std::unique_lock<std::mutex> lock(all.mutex);
   for (Endings::Ending& ending : all.running) {
@@ -66,6 +69,7 @@ void end_elsewhere(std::function<void()> end, bool may_be_stuck) noexcept try {
   };
   try {
     std::thread thread([done, call] {
+      is_elsewhere = true;
       call();
       done->store(true);
     });

@@ -31,9 +31,8 @@ namespace apex::distributed {
 ///     apex::distributed::init_process_group(
 ///         "gloo", apex::distributed::ProcessGroupOptions().timeout(std::chrono::seconds(60)));
 struct ProcessGroupOptions {
-  /// "env://" (the launcher's variables, MASTER_ADDR and MASTER_PORT), "tcp://host:port" (rank 0
-  /// listens there) or "file:///path" (a new file that all ranks can write, on one host or on a
-  /// file system with locks).
+  /// "env://" (the launcher's variables, MASTER_ADDR and MASTER_PORT), or "tcp://host:port" (rank 0
+  /// listens there; port 0 is any free port, for a job of one process).
   TORCH_ARG(std::string, init_method) = "env://";
   /// Override the launcher's values. Set both or neither.
   TORCH_ARG(std::optional<int>, rank);
@@ -63,8 +62,7 @@ struct ProcessGroupOptions {
 ///
 /// @throws apex::InvalidArgument, immediately and before anything is sent: a missing or malformed
 ///   environment variable (named in the message), an unknown backend, NCCL without a GPU or in a
-///   build without CUDA, a second call without destroy_process_group(). After the ranks have met:
-///   two ranks disagree on the world size, or two processes have the same rank.
+///   build without CUDA, a second call without destroy_process_group().
 /// @throws apex::CommunicationError within the timeout: rank 0 unreachable, its port in use, ranks
 ///   that did not arrive.
 /// @throws apex::Error, before everything else, if libtorch has another minor version than the one
@@ -86,7 +84,7 @@ APEX_API c10::intrusive_ptr<c10d::ProcessGroup> new_group();
 /// Shuts down and forgets the default group and all groups of new_group(). Does nothing if there
 /// are none. Groups that the caller still holds must not be used any more. A program that exits
 /// without this call still exits cleanly; with NCCL, call it to end pending collectives in order.
-/// In a forked child it only forgets the parent's groups, and init_process_group() may follow.
+/// Not in a forked child, which cannot use the parent's groups.
 /// Connections and the store end on another thread after it has returned: a program that calls
 /// init_process_group() again at once uses another port (MASTER_PORT) for it.
 APEX_API void destroy_process_group();
@@ -124,8 +122,7 @@ APEX_API void barrier(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {});
 
 /// Replaces `tensor` by the sum (or the result of `op`) over all ranks; the same bits on every
 /// rank. SUM, PRODUCT, MIN and MAX take uint8, int8, int32, int64, float16, bfloat16, float32 and
-/// float64. AVG takes the floating dtypes and rounds once. SUM and AVG also take complex64 and
-/// complex128.
+/// float64. SUM also takes complex64 and complex128.
 /// @throws InvalidArgument for other dtypes, before anything is sent: the group stays usable.
 APEX_API void all_reduce(const at::Tensor& tensor,
                          c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM,

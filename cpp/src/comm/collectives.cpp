@@ -51,18 +51,13 @@ bool host_does_not_wait(const c10d::ProcessGroup& group) {
          detail::is_nccl(mutable_group.getBackend(at::kCUDA)->getBackendName());
 }
 
-/// An exception of the interruption check, which the handlers of other errors let pass.
-struct Passing {
-  std::exception_ptr error;
-};
-
 void end_if_interrupted(const c10d::ProcessGroup& group) {
   constexpr const char* kWhy = "an interruption (Ctrl-C, or another signal)";
   try {
     if (!is_interrupted()) return;
   } catch (...) {
     announce_failure(group, kWhy);
-    throw Passing{std::current_exception()};
+    throw;
   }
   announce_failure(group, kWhy);
   throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
@@ -71,30 +66,28 @@ void end_if_interrupted(const c10d::ProcessGroup& group) {
 }
 
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
+/// Exceptions of an interruption and of `meanwhile` pass unchanged.
 void wait_with_reports(Wait& wait, const c10d::ProcessGroup& group,
                        const std::function<bool(std::chrono::milliseconds)>& ended_within,
                        const std::function<void()>& meanwhile = {}) {
-  if (ended_within(timing::kUsual)) return;
-  while (!ended_within(timing::kSlice)) {
+  const auto fail = [&](const std::exception_ptr& why) {
+    if (meanwhile) meanwhile();  // throws if it knows why another rank has given up
+    throw_communication_error(wait.what, group, why);
+  };
+  const auto ended = [&](std::chrono::milliseconds slice) {
+    try {
+      return ended_within(slice);
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    return true;
+  };
+  if (ended(timing::kUsual)) return;
+  while (!ended(timing::kSlice)) {
     end_if_interrupted(group);
-    if (const std::string why = wait.poll(); !why.empty()) throw Error(why);
+    if (const std::string why = wait.poll(); !why.empty())
+      fail(std::make_exception_ptr(Error(why)));
     if (meanwhile) meanwhile();
-  }
-}
-
-/// In a catch block: rethrows the current exception as a CommunicationError about waiting for
-/// `what`, unless it already is a more specific error.
-[[noreturn]] void throw_on(const std::string& what, const c10d::ProcessGroup& group) {
-  try {
-    throw;
-  } catch (const RankMismatch&) {
-    throw;
-  } catch (const Interrupted&) {
-    throw;
-  } catch (const Passing& passing) {
-    std::rethrow_exception(passing.error);
-  } catch (...) {
-    throw_communication_error(what, group, std::current_exception());
   }
 }
 
@@ -127,28 +120,6 @@ std::shared_ptr<HostChannel> channel_for(const std::string& what, const c10d::Pr
                                          at::ArrayRef<at::Tensor> tensors) {
   const auto backend = host_backend_for(what, group, tensors);
   return backend && backend->shares_memory() ? backend->channel() : nullptr;
-}
-
-bool wait_for_work(Wait& wait, c10d::Work& work, const c10d::ProcessGroup& group,
-                   const std::function<void()>& meanwhile) {
-  if (auto* const in_memory = dynamic_cast<HostWork*>(&work)) {
-    wait_with_reports(
-        wait, group, [&](std::chrono::milliseconds slice) { return in_memory->wait_for(slice); },
-        meanwhile);
-    return true;
-  }
-  // Order matters: isCompleted() must not be called during graph capture.
-  if (!can_stop_waiting(group) || work.isCompleted()) return work.wait();
-  const auto ended_within = [&](std::chrono::milliseconds slice) {
-    try {
-      work.wait(slice);
-      return true;
-    } catch (...) {
-      return work.isCompleted();  // false: the slice timed out
-    }
-  };
-  wait_with_reports(wait, group, ended_within, meanwhile);
-  return work.wait();
 }
 
 }  // namespace
@@ -236,17 +207,22 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
                      const c10d::ProcessGroup& group, const std::function<void()>& meanwhile) {
   require_own_process(group);
   TimedWait timed{{group, what}};
-  bool finished = false;
-  try {
-    finished = wait_for_work(timed.wait, *work, group, meanwhile);
-  } catch (...) {
-    if (meanwhile) meanwhile();  // throws if it knows why another rank has given up
-    throw_on(what, group);
-  }
-  if (!finished) {
-    throw_communication_error(what, group,
-                              std::make_exception_ptr(Error("the collective did not complete")));
-  }
+  auto* const in_memory = dynamic_cast<HostWork*>(work.get());
+  // Order matters: isCompleted() must not be called during graph capture.
+  const bool in_slices = !in_memory && can_stop_waiting(group) && !work->isCompleted();
+  const auto ended_within = [&](std::chrono::milliseconds slice) {
+    if (in_memory) return in_memory->wait_for(slice);
+    if (in_slices) {
+      try {
+        work->wait(slice);
+      } catch (...) {
+        if (!work->isCompleted()) return false;  // the slice timed out
+      }
+    }
+    if (!work->wait()) throw Error("the collective did not complete");
+    return true;
+  };
+  wait_with_reports(timed.wait, group, ended_within, meanwhile);
   if (host_does_not_wait(group)) remember_launched(group, what, work);
 }
 
@@ -262,30 +238,22 @@ void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& grou
 void wait_for_ranks(const std::string& what, const c10d::ProcessGroup& group,
                     const std::function<bool(std::chrono::milliseconds)>& ended_within) {
   Wait wait(group, what, /*connects=*/true);
-  try {
-    wait_with_reports(wait, group, ended_within);
-  } catch (...) {
-    throw_on(what, group);
-  }
+  wait_with_reports(wait, group, ended_within);
 }
 
 void wait_future(c10::ivalue::Future& future, const std::string& what,
                  const c10d::ProcessGroup& group) {
   require_own_process(group);
   TimedWait timed{{group, what}};
-  try {
-    if (can_stop_waiting(group) && !future.completed()) {
-      const auto done = std::make_shared<std::promise<void>>();
-      const std::future<void> ended = done->get_future();
-      future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
-      wait_with_reports(timed.wait, group, [&](std::chrono::milliseconds slice) {
-        return ended.wait_for(slice) == std::future_status::ready;
-      });
-    }
-    future.wait();
-  } catch (...) {
-    throw_on(what, group);
+  if (can_stop_waiting(group) && !future.completed()) {
+    const auto done = std::make_shared<std::promise<void>>();
+    const std::future<void> ended = done->get_future();
+    future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+    wait_with_reports(timed.wait, group, [&](std::chrono::milliseconds slice) {
+      return ended.wait_for(slice) == std::future_status::ready;
+    });
   }
+  with_errors_about(what, group, [&] { future.wait(); });
 }
 
 }  // namespace apex::parallel

@@ -45,17 +45,23 @@ std::string own_cause(const std::exception_ptr& cause);
 /// @throws CommunicationError if has_failed(group).
 APEX_API void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& group);
 
+/// Calls `call()`. Its exceptions become a CommunicationError about `what`.
+template <typename Call>
+auto with_errors_about(const std::string& what, const c10d::ProcessGroup& group, Call&& call) {
+  try {
+    return call();
+  } catch (...) {
+    throw_communication_error(what, group, std::current_exception());
+  }
+}
+
 /// Issues a collective: `call()` returns its Work.
 template <typename Call>
 c10::intrusive_ptr<c10d::Work> call_collective(const std::string& what,
                                                const c10d::ProcessGroup& group, Call&& call) {
   refuse_failed_group(what, group);
   begin_call(group, what);
-  try {
-    return call();
-  } catch (...) {
-    throw_communication_error(what, group, std::current_exception());
-  }
+  return with_errors_about(what, group, std::forward<Call>(call));
 }
 
 /// Where NCCL runs a collective, and whether the caller does something else before it waits.
@@ -84,8 +90,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
 
 /// Waits for `work`: the host waits on CPU backends, the current stream on NCCL. Over Gloo it stops
 /// waiting when another rank has reported a failure of the group, since the failed rank will not
-/// join. During long waits `meanwhile` is called from time to time; it may throw RankMismatch to
-/// end the wait.
+/// join. During long waits `meanwhile` is called from time to time; it may throw to end the wait.
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,
                               const c10d::ProcessGroup& group,
                               const std::function<void()>& meanwhile = {});

@@ -51,9 +51,11 @@ namespace {
 
 struct Kept {
   std::vector<GroupPtr> groups;
+  std::vector<GroupPtr> separate;  ///< those of `groups` that no user has
   const int64_t pid = this_pid();
 
-  explicit Kept(std::vector<GroupPtr> all) : groups(std::move(all)) {}
+  Kept(std::vector<GroupPtr> all, std::vector<GroupPtr> own)
+      : groups(std::move(all)), separate(std::move(own)) {}
   Kept(const Kept&) = delete;
   Kept& operator=(const Kept&) = delete;
   ~Kept() {
@@ -64,17 +66,21 @@ struct Kept {
     const bool failed = std::any_of(groups.begin(), groups.end(), [](const GroupPtr& group) {
       return group && has_failed(*group);
     });
+    // Do not wait for ranks that will not join.
+    for (const GroupPtr& group : separate)
+      if (failed) host_backend_of(*group)->give_up("a collective of this group has failed");
+    separate.clear();
     end_elsewhere([all = std::move(groups)]() mutable { all.clear(); }, failed);
   }
 };
 
 }  // namespace
 
-void Membership::keep() {
+void Membership::keep(std::vector<GroupPtr> separate) {
   if (!parent) return;
   std::vector<GroupPtr> all = groups;
   all.push_back(parent);
-  kept = std::make_shared<Kept>(std::move(all));
+  kept = std::make_shared<Kept>(std::move(all), std::move(separate));
 }
 
 void Membership::separate(bool on_cpu) {
@@ -91,16 +97,17 @@ void Membership::separate(bool on_cpu) {
   for (int64_t next = next_name;
        next <= name && !next_name.compare_exchange_weak(next, name + 1);) {
   }
-  shares_groups = false;
+  std::vector<GroupPtr> separate;
   for (size_t i = 0; i < groups.size(); ++i) {
     const GroupPtr given = groups[i];
     const std::string unique = "apex/reducer/" + detail::group_name_of(*parent) + "/" +
                                std::to_string(name) + "/" + std::to_string(i);
     groups[i] = make_separate_group(given, unique, connects);
-    shares_groups = shares_groups || groups[i] == given;
+    if (groups[i] != given) separate.push_back(groups[i]);
     watch_with(*groups[i], *parent, unique);
   }
-  keep();
+  shares_groups = separate.size() < groups.size();
+  keep(std::move(separate));
 }
 
 void Membership::release() {

@@ -72,7 +72,6 @@ struct Membership {
   void separate(bool on_cpu);
   bool released() const { return groups.empty(); }
   void release();
-  void keep();
   bool alone() const { return size == 1; }
   const GroupPtr& control() const { return groups.front(); }
   const GroupPtr& group_of(size_t bucket) const { return groups[bucket % groups.size()]; }
@@ -87,6 +86,9 @@ struct Membership {
                             const at::Tensor& gathered = {}) const;
 
   at::Device control_device() const;
+
+ private:
+  void keep(std::vector<GroupPtr> separate = {});
 };
 
 }  // namespace apex::parallel

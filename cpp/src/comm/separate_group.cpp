@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
 #include <functional>
 #include <future>
 #include <memory>
@@ -19,10 +18,8 @@
 
 #include "comm/collectives.h"
 #include "distributed/backends.h"
-#include "endings.h"
 #include "torch_version.h"
 #include "transport/host_backend.h"
-#include "watch/process_state.h"
 #include "watch/watched_group.h"
 #include "watch/watcher.h"
 
@@ -34,13 +31,14 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using BackendType = c10d::ProcessGroup::BackendType;
+using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
 
 /// Grace period after the timeout, at which connecting ends by itself if the store answers.
 constexpr milliseconds kAtTheLatest{500};
 
 /// A store connection serves one call at a time, so a thread that waits for a key blocks other
 /// threads. One of them may be about to write the key that a peer waits for. So this class polls
-/// instead of waiting in the store.
+/// instead of waiting in the store. (Store::clone() takes a quarter of a second.)
 class PatientStore final : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
@@ -55,47 +53,13 @@ class PatientStore final : public c10d::PrefixStore {
   }
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
-    constexpr milliseconds kLongest{50};
     const auto until = Clock::now() + timeout;
-    for (milliseconds pause{1}; !check(keys); pause = std::min(2 * pause, kLongest)) {
+    for (milliseconds pause{1}; !check(keys); pause = std::min(2 * pause, milliseconds(50))) {
       if (Clock::now() >= until)
         throw Error("nothing came within " + std::to_string(timeout.count()) + " ms");
       std::this_thread::sleep_for(pause);
     }
   }
-};
-
-/// See Note [Where a group ends].
-class SeparateGroup final : public c10d::ProcessGroup {
- public:
-  SeparateGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                c10::intrusive_ptr<HostBackend> own)
-      : ProcessGroup(store, rank, size), own_(std::move(own)) {
-    setDefaultBackend(BackendType::CUSTOM);
-    setBackend(at::kCPU, BackendType::CUSTOM, own_);
-  }
-
-  ~SeparateGroup() override { end(); }
-  /// Called instead of the destructor while weak references exist.
-  void release_resources() override { end(); }
-
- private:
-  void end() noexcept {
-    if (!own_) return;
-    if (this_pid() != pid_) {  // forked: the threads to join do not exist
-      own_.release();
-      return;
-    }
-    const bool failed = has_failed(*this);
-    // Do not wait for ranks that will not join.
-    if (failed) own_->give_up("a collective of this group has failed");
-    own_->end(failed);
-    ProcessGroup::release_resources();
-    own_.reset();
-  }
-
-  const int64_t pid_ = this_pid();
-  c10::intrusive_ptr<HostBackend> own_;
 };
 
 /// Gloo reports a connection before the peers have seen it. If this rank dropped the group right
@@ -105,7 +69,15 @@ void meet(c10d::Backend& backend) {
   backend.allreduce(nothing, c10d::AllreduceOptions())->wait();
 }
 
-using HostBackendPtr = c10::intrusive_ptr<HostBackend>;
+distributed::BackendRequest request_for(const c10d::ProcessGroup& group,
+                                        const c10d::Backend::Options& options) {
+  distributed::BackendRequest request;
+  request.rank = group.getRank();
+  request.size = group.getSize();
+  request.timeout = options.timeout;
+  request.global_ranks = options.global_ranks_in_group;
+  return request;
+}
 
 /// Runs `make()` on another thread. The ranks of `parent` may have to meet in the store, whose
 /// process may be stopped and whose calls have no deadline.
@@ -113,24 +85,12 @@ HostBackendPtr connect_backend(const c10d::ProcessGroup& parent, const std::stri
                                milliseconds timeout, std::function<HostBackendPtr()> make) {
   refuse_failed_group(what, parent);
   begin_call(parent, what);  // from here on this rank receives and sends failure reports
+  // When the future is set, the thread has no more references.
+  std::packaged_task<HostBackendPtr()> task(
+      [make = std::move(make)]() mutable { return std::exchange(make, nullptr)(); });
+  std::future<HostBackendPtr> made = task.get_future();
+  with_errors_about(what, parent, [&] { std::thread(std::move(task)).detach(); });
   HostBackendPtr backend;
-  std::promise<HostBackendPtr> promise;
-  std::future<HostBackendPtr> made = promise.get_future();
-  auto connect = [make = std::move(make), promise = std::move(promise)]() mutable {
-    try {
-      HostBackendPtr backend = make();
-      make = nullptr;  // after the future is set, this thread holds no reference
-      promise.set_value(std::move(backend));
-    } catch (...) {
-      make = nullptr;
-      promise.set_exception(std::current_exception());
-    }
-  };
-  try {
-    std::thread(std::move(connect)).detach();
-  } catch (...) {  // the other ranks wait for this one
-    throw_communication_error(what, parent, std::current_exception());
-  }
   const auto deadline = Clock::now() + timeout + kAtTheLatest;
   wait_for_ranks(what, parent, [&](milliseconds slice) {
     const auto now = Clock::now();
@@ -154,27 +114,24 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const BackendPtr given = parent->getBackend(at::kCPU);
   const auto options = distributed::gloo_options(*given);
   if (!options) return parent;
-  distributed::BackendRequest request;
-  request.store = c10::make_intrusive<PatientStore>(name, store);
-  request.rank = parent->getRank();
-  request.size = parent->getSize();
-  request.timeout = options->timeout;
-  request.global_ranks = options->global_ranks_in_group;
-  const HostBackendPtr attached = host_backend_of(*parent);
+  const auto attached = host_backend_of(*parent);
+  const auto inner = dynamic_cast<HostBackend*>(given.get()) != nullptr ? attached->gloo() : given;
+  const BackendPtr gloo = connects ? inner : nullptr;
+  const auto request = request_for(*parent, *options);
+  const auto keys = c10::make_intrusive<PatientStore>(name, store);
   auto own = connect_backend(*parent, "connecting a reducer's communicator", request.timeout, [=] {
-    HostLinks links = connect_host(attached ? *attached : *given, connects ? given : nullptr,
-                                   request.store, request.timeout);
-    BackendPtr gloo;
-    if (!links.channel || links.column) {  // else the channel has all that a reducer uses
-      if (!connects) return HostBackendPtr();
-      gloo = distributed::make_gloo_backend_like(given, request.store, request.rank, request.size);
-      meet(*gloo);
-    }
-    return c10::make_intrusive<HostBackend>(request, std::move(gloo), std::move(links));
+    HostLinks links = connect_host(attached ? *attached : *given, gloo, keys, request.timeout);
+    if (links.channel && !links.column)  // it has all that a reducer uses
+      return c10::make_intrusive<HostBackend>(request, nullptr, std::move(links));
+    if (!gloo) return HostBackendPtr();
+    auto made = distributed::make_gloo_backend_like(*gloo, keys, request.rank, request.size);
+    meet(*made);
+    return c10::make_intrusive<HostBackend>(request, std::move(made), std::move(links));
   });
   if (!own) return parent;
-  c10::intrusive_ptr<c10d::ProcessGroup> group =
-      c10::make_intrusive<SeparateGroup>(request.store, request.rank, request.size, std::move(own));
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(keys, request.rank, request.size);
+  group->setDefaultBackend(BackendType::CUSTOM);
+  group->setBackend(at::kCPU, BackendType::CUSTOM, own);
   // Before other backends are added, which keep their name and device.
   group->setGroupName(name);
   group->setBoundDeviceId(parent->getBoundDeviceId());
@@ -203,19 +160,14 @@ HostBackendPtr host_backend_of(const c10d::ProcessGroup& given) {
   if (known->attached) return *std::static_pointer_cast<HostBackendPtr>(known->attached);
   HostBackendPtr made;
   if (const auto options = on_cpu ? distributed::gloo_options(*on_cpu) : nullptr) {
-    distributed::BackendRequest request;
-    request.rank = group.getRank();
-    request.size = group.getSize();
-    request.timeout = options->timeout;
-    const auto processes = std::make_shared<std::vector<ProcessName>>();
+    const auto request = request_for(group, *options);
     const char* const what = "handshake of ranks that may share memory";
     made = connect_backend(group, what, request.timeout, [=] {
-      HostLinks links = connect_host(*on_cpu, nullptr, nullptr, request.timeout);
-      *processes = links.processes;
-      return links.channel ? c10::make_intrusive<HostBackend>(request, nullptr, std::move(links))
-                           : nullptr;
+      return c10::make_intrusive<HostBackend>(
+          request, nullptr, connect_host(*on_cpu, nullptr, nullptr, request.timeout));
     });
-    remember_processes(group, *processes);
+    remember_processes(group, made->processes());
+    if (!made->shares_memory()) made.reset();
   }
   known->attached = std::make_shared<HostBackendPtr>(made);
   return made;

@@ -31,24 +31,13 @@ struct BackendRequest {
   std::vector<uint64_t> global_ranks;
 };
 
-/// A backend of this package that blocks the host, like Gloo. It may contain a Gloo backend over
-/// the same ranks.
-class HasGloo {
- public:
-  virtual ~HasGloo() = default;
-  /// @throws Error if it has none, or was shut down.
-  virtual c10::intrusive_ptr<c10d::Backend> gloo() const = 0;
-};
-
 /// Connects to all ranks; blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 
-/// Creates another Gloo backend over all or some of the ranks of `given`, which is or contains one,
-/// with its options. Connects through `store`, whose keys must be unused. Blocks for at most the
-/// timeout.
+/// Creates another Gloo backend over all or some of the ranks of `given`, a Gloo backend, with its
+/// options. Connects through `store`, whose keys must be unused. Blocks for at most the timeout.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
-    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
-    int rank, int size);
+    c10d::Backend& given, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
 
 /// The options of a Gloo backend or a backend of this package: its timeout, and the job's ranks of
 /// its ranks (empty for the default group). Null for other backends.
@@ -66,11 +55,5 @@ bool has_completed(c10d::Work& work);
 
 /// Throws apex::InvalidArgument in a build without NCCL.
 void require_nccl();
-
-/// Number of GPUs that this process sees; 0 without a driver and in a build without NCCL.
-int visible_gpus();
-
-/// Makes GPU `index` the current device of the calling thread.
-void use_gpu(int index);
 
 }  // namespace apex::distributed

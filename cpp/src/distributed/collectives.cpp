@@ -10,9 +10,6 @@
 #include <apex/error.h>
 
 #include "comm/collectives.h"
-#include "comm/separate_group.h"
-#include "distributed/backends.h"
-#include "torch_version.h"
 
 namespace apex::distributed {
 
@@ -36,28 +33,16 @@ using Op = c10d::ReduceOp;
 /// program does not depend on where its ranks run.
 void require_reducible(const at::Tensor& tensor, Op::RedOpType op, const char* what) {
   const at::ScalarType dtype = tensor.scalar_type();
-  const bool floating =
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
   const bool complex = dtype == at::kComplexFloat || dtype == at::kComplexDouble;
-  const bool integer =
-      dtype == at::kByte || dtype == at::kChar || dtype == at::kInt || dtype == at::kLong;
-  const bool ordered = op == Op::PRODUCT || op == Op::MIN || op == Op::MAX;
-  if (op == Op::SUM && (floating || complex || integer)) return;
-  if (op == Op::AVG && (floating || complex)) return;
-  if (ordered && (floating || integer)) return;
+  const bool real = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+                    dtype == at::kBFloat16 || dtype == at::kByte || dtype == at::kChar ||
+                    dtype == at::kInt || dtype == at::kLong;
+  if (op == Op::SUM && (real || complex)) return;
+  if (real && (op == Op::PRODUCT || op == Op::MIN || op == Op::MAX)) return;
   throw InvalidArgument(std::string(what) + ": unsupported reduction of " + c10::toString(dtype) +
                         "; supported are SUM, PRODUCT, MIN and MAX of uint8, int8, int32, int64, "
-                        "float16, bfloat16, float32 and float64, AVG of the floating-point dtypes, "
-                        "and SUM and AVG of complex64 and complex128");
-}
-
-/// Whether the group's backend for `tensor` has no AVG.
-bool lacks_average(const at::Tensor& tensor, c10d::ProcessGroup& group) {
-  const auto type = tensor.device().type();
-  if (!parallel::detail::has_backend(group, type)) return true;  // written in Python: unknown
-  if (!gloo_options(*group.getBackend(type))) return false;
-  const auto host = tensor.is_cpu() ? parallel::host_backend_of(group) : nullptr;
-  return !host || !host->shares_memory();
+                        "float16, bfloat16, float32 and float64, and SUM of complex64 and "
+                        "complex128; divide the sum for an average");
 }
 
 /// Data that is only moved is sent as bytes, since backends do not support every dtype.
@@ -72,16 +57,8 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
   const GroupPtr among = group_or_default(group);
   require_reducible(tensor, op, kWhat);
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
-  const bool divides = op == Op::AVG && lacks_average(real, *among);
-  // An average of a 16-bit dtype is rounded once, as in the other backends.
-  const at::Tensor sent =
-      divides ? real.to(at::promote_types(real.scalar_type(), at::kFloat)) : real;
-  parallel::run_collective(kWhat, *among, [&] {
-    return parallel::issue_all_reduce(kWhat, *among, sent, divides ? Op::SUM : op);
-  });
-  if (!divides) return;
-  sent.div_(among->getSize());
-  if (!sent.is_same(real)) real.copy_(sent);
+  parallel::run_collective(kWhat, *among,
+                           [&] { return parallel::issue_all_reduce(kWhat, *among, real, op); });
 }
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {

@@ -38,9 +38,6 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 namespace {
 
-// Use plain casts: intrusive_ptr's cast leaks a reference (torch 2.13), and with it the threads of
-// the group.
-
 /// Removes the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds to every backend.
 c10d::Backend& unwrapped(c10d::Backend& backend) {
   auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(&backend);
@@ -51,21 +48,18 @@ c10d::Backend& unwrapped(c10d::Backend& backend) {
 
 c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& given) {
   c10d::Backend& backend = unwrapped(given);
-  const bool waits = dynamic_cast<HasGloo*>(&backend) != nullptr ||
-                     dynamic_cast<c10d::ProcessGroupGloo*>(&backend) != nullptr;
-  return waits ? backend.getBackendOptions() : nullptr;
+  const std::string name = backend.getBackendName();
+  return name == "gloo" || name == "apex" ? backend.getBackendOptions() : nullptr;
 }
 
 // Does not use Backend::split(), which reconnects to the store and takes a quarter of a second.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
-    const c10::intrusive_ptr<c10d::Backend>& given, const c10::intrusive_ptr<c10d::Store>& store,
-    int rank, int size) {
-  c10d::Backend& inner = unwrapped(*given);
-  auto* const outer = dynamic_cast<HasGloo*>(&inner);
-  const c10::intrusive_ptr<c10d::Backend> kept = outer != nullptr ? outer->gloo() : nullptr;
+    c10d::Backend& given, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
   ignore_broken_pipes();
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(
-      store, rank, size, dynamic_cast<c10d::ProcessGroupGloo&>(kept ? *kept : inner).getOptions());
+  // A plain cast: intrusive_ptr's cast leaks a reference (torch 2.13), and with it the threads of
+  // the group.
+  auto& gloo = dynamic_cast<c10d::ProcessGroupGloo&>(unwrapped(given));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo.getOptions());
 }
 
 }  // namespace apex::distributed

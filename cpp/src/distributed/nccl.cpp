@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <distributed/backends.h>
@@ -31,9 +30,5 @@ bool has_completed(c10d::Work& work) {
 }
 
 void require_nccl() {}
-
-int visible_gpus() { return c10::cuda::device_count(); }
-
-void use_gpu(int index) { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
 
 }  // namespace apex::distributed

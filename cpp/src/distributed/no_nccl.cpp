@@ -21,8 +21,4 @@ bool is_capturing() { return false; }
 
 bool has_completed(c10d::Work& work) { return work.isCompleted(); }
 
-int visible_gpus() { return 0; }
-
-void use_gpu(int) { require_nccl(); }
-
 }  // namespace apex::distributed

@@ -9,18 +9,20 @@
 #include <mutex>
 #include <numeric>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/cuda.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <apex/distributed/detail/launch_environment.h>
 #include <apex/error.h>
 
 #include "comm/collectives.h"
+#include "comm/separate_group.h"
 #include "distributed/backends.h"
-#include "distributed/rendezvous.h"
 #include "error_text.h"
 #include "transport/host_backend.h"
-#include "watch/process_state.h"
 #include "watch/watched_group.h"
 
 /// The version of libtorch at run time; null if libtorch does not have this function.
@@ -46,7 +48,6 @@ struct World {
   int device_index = -1;          // -1: no GPU was set
   int next_name = 1;
   std::vector<Group> subgroups;
-  int64_t pid = parallel::this_pid();
 };
 
 // Note [Groups at process end]
@@ -87,16 +88,6 @@ void require_same_torch() {
               ": rebuild apex and this program against the libtorch that they run with");
 }
 
-/// In a forked process, the threads that the parent's groups would join do not exist. So these
-/// groups are leaked. Called under both mutexes.
-void forget_world_of_parent() {
-  if (!world_slot() || world_slot()->pid == parallel::this_pid()) return;
-  const World* const parents = world_slot().release();
-  for (const Group& group : parents->subgroups)
-    c10d::unregister_process_group(group->getGroupName());
-  c10d::unregister_process_group(parents->group->getGroupName());
-}
-
 World& require_world() {
   if (!world_slot())
     throw InvalidArgument(
@@ -104,9 +95,9 @@ World& require_world() {
   return *world_slot();
 }
 
+/// Backends are in the order of parse_backend(): that of CUDA is the last.
 bool uses_nccl(const std::vector<DeviceBackend>& backends) {
-  return std::any_of(backends.begin(), backends.end(),
-                     [](const DeviceBackend& entry) { return entry.backend == "nccl"; });
+  return backends.back().backend == "nccl";
 }
 
 std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milliseconds>& timeout,
@@ -118,14 +109,15 @@ std::chrono::milliseconds resolve_timeout(const std::optional<std::chrono::milli
   return std::min<std::chrono::milliseconds>(*timeout, kLongestTimeout);
 }
 
-/// The GPU of a rank without device_index. Hosts may have fewer GPUs than the job has ranks.
-int default_gpu(const std::optional<int>& local_rank, int rank) {
-  const int gpus = visible_gpus();
-  return choose_gpu(local_rank ? *local_rank : rank % std::max(gpus, 1), gpus);
-}
-
-const char* device_name(c10::DeviceType device) {
-  return device == c10::DeviceType::CPU ? "cpu" : "cuda";
+/// Makes a GPU the current device and returns its index: that of the local rank, if it is known.
+/// Hosts may have fewer GPUs than the job has ranks.
+int use_gpu(const std::optional<int>& local_rank, int rank) {
+  require_nccl();
+  const int gpus = torch::cuda::device_count();
+  const int gpu = choose_gpu(local_rank.value_or(rank % std::max(gpus, 1)), gpus);
+  c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(
+      at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu)));
+  return gpu;
 }
 
 BackendType type_of(const std::string& backend) {
@@ -145,21 +137,20 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& backend,
 // "<group name>/", then "<device>/". The default group is named "0", later groups by their number,
 // and a backend for all devices is stored under the first device. This function uses the same
 // nesting, so that C++ and Python ranks find each other. Each PrefixStore adds a "/".
-Group make_group(const std::string& name, const std::string& description,
-                 const c10::intrusive_ptr<c10d::Store>& store,
-                 const std::vector<DeviceBackend>& backends, BackendRequest request) {
+Group connect_group(const std::string& who, const std::string& name, const std::string& description,
+                    const c10::intrusive_ptr<c10d::Store>& job_store,
+                    const std::vector<DeviceBackend>& backends, BackendRequest request) try {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(name + "/", job_store);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, request.rank, request.size);
   group->setDefaultBackend(uses_nccl(backends) ? BackendType::NCCL
                                                : type_of(backends.front().backend));
   request.group_name = name;
-  const bool one_backend = std::all_of(
-      backends.begin(), backends.end(),
-      [&](const DeviceBackend& entry) { return entry.backend == backends.front().backend; });
+  const bool one_backend = backends.front().backend == backends.back().backend;
   c10::intrusive_ptr<c10d::Backend> backend;
   for (const DeviceBackend& entry : backends) {
     if (!backend || !one_backend) {
       request.store = c10::make_intrusive<c10d::PrefixStore>(
-          std::string(device_name(entry.device)) + "/", store);
+          entry.device == c10::DeviceType::CPU ? "cpu/" : "cuda/", store);
       backend = make_backend(entry.backend, request);
     }
     group->setBackend(entry.device, type_of(entry.backend), backend);
@@ -167,64 +158,97 @@ Group make_group(const std::string& name, const std::string& description,
   group->setGroupName(name);
   group->setGroupDesc(description);
   // From here on, also a process that was forked from this one is known.
-  const auto* const host = dynamic_cast<parallel::HostBackend*>(backend.get());
-  if (host != nullptr) parallel::remember_processes(*group, host->processes());
+  if (backends.front().backend == "apex") parallel::host_backend_of(*group);
   parallel::watched(*group);
   c10d::register_process_group(name, group);
   return group;
+} catch (const Error&) {
+  throw;
+} catch (const std::exception&) {
+  throw CommunicationError(
+      who + " could not connect to the " + std::to_string(request.size) +
+      " ranks of its group within " + std::to_string(request.timeout.count()) +
+      " ms: check that all of them were started with the same world size and backend, that none "
+      "has failed, and that the hosts can reach each other (GLOO_SOCKET_IFNAME or "
+      "NCCL_SOCKET_IFNAME choose the network interface) (" +
+      parallel::first_line_of(std::current_exception()) + ")");
 }
 
-// make_group() with errors that name the likely cause.
-Group connect_group(const std::string& who, const std::string& name, const std::string& description,
-                    const c10::intrusive_ptr<c10d::Store>& store,
-                    const std::vector<DeviceBackend>& backends, const BackendRequest& request) {
-  try {
-    return make_group(name, description, c10::make_intrusive<c10d::PrefixStore>(name + "/", store),
-                      backends, request);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception&) {
-    throw CommunicationError(
-        who + " could not connect to the " + std::to_string(request.size) +
-        " ranks of its group within " + std::to_string(request.timeout.count()) +
-        " ms: check that all of them were started with the same world size and backend, that none "
-        "has failed, and that the hosts can reach each other (GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME choose the network interface) (" +
-        parallel::first_line_of(std::current_exception()) + ")");
+/// The place of this process in the job.
+struct Place {
+  int rank = 0;
+  int size = 1;
+  MasterAddress master;
+  bool agent_store = false;  ///< torchrun's agent hosts the store, so rank 0 is a client as well
+
+  std::string describe() const {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(size) + " at tcp://" +
+           master.host + ":" + std::to_string(master.port);
   }
-}
+};
 
-// Rank, size and address from the options or the launcher.
-Rendezvous plan_rendezvous(const ProcessGroupOptions& options,
-                           const std::optional<LaunchRanks>& launched) {
-  const InitMethod method = parse_init_method(options.init_method());
+/// From the options or the launcher.
+Place find_place(const ProcessGroupOptions& options, const std::optional<LaunchRanks>& launched) {
+  const auto address = parse_init_method(options.init_method());
   if (options.rank().has_value() != options.world_size().has_value())
     throw InvalidArgument(
         "options.rank and options.world_size must be set together: set both or neither");
-  Rendezvous plan;
-  plan.kind = method.kind;
-  plan.path = method.path;
   if (!options.rank() && !launched)
     throw InvalidArgument(
         "RANK and WORLD_SIZE are not set: start the program with torchrun --no-python, srun or "
         "mpirun, set both variables, or pass options.rank and options.world_size");
-  plan.rank = options.rank() ? *options.rank() : launched->rank;
-  plan.world_size = options.world_size() ? *options.world_size() : launched->world_size;
-  if (plan.world_size < 1 || plan.rank < 0 || plan.rank >= plan.world_size)
-    throw InvalidArgument("the rank is " + std::to_string(plan.rank) + " and the world size is " +
-                          std::to_string(plan.world_size) +
+  Place place;
+  place.rank = options.rank() ? *options.rank() : launched->rank;
+  place.size = options.world_size() ? *options.world_size() : launched->world_size;
+  if (place.size < 1 || place.rank < 0 || place.rank >= place.size)
+    throw InvalidArgument("the rank is " + std::to_string(place.rank) + " and the world size is " +
+                          std::to_string(place.size) +
                           ": ranks go from 0 to the world size minus 1");
-  const bool agent = process_environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
-  if (method.kind == InitMethod::Kind::kEnv) {
-    plan.master = read_master_address(launched);
-    plan.agent_store = agent;
-  } else if (method.kind == InitMethod::Kind::kTcp) {
-    plan.master = {method.host, method.port};
-    // torchrun's agent listens at its own address only.
-    plan.agent_store = agent && process_environment("MASTER_ADDR") == method.host &&
-                       process_environment("MASTER_PORT") == std::to_string(method.port);
+  place.master = address ? *address : read_master_address(launched);
+  // torchrun's agent listens at its own address only.
+  place.agent_store = process_environment("TORCHELASTIC_USE_AGENT_STORE") == "True" &&
+                      process_environment("MASTER_ADDR") == place.master.host &&
+                      process_environment("MASTER_PORT") == std::to_string(place.master.port);
+  return place;
+}
+
+/// The likely cause and the remedy, from the message of libtorch's store.
+std::string advice(const std::string& message, const Place& place) {
+  const auto says = [&](const char* part) { return message.find(part) != std::string::npos; };
+  const std::string port = std::to_string(place.master.port);
+  if (says("EADDRINUSE") || says("address already in use")) {
+    return "port " + port +
+           " is in use on this host: set MASTER_PORT to a free port on every rank, and start only "
+           "one process as rank 0";
   }
-  return plan;
+  if (says("waiting for clients")) {
+    return "not every rank joined: check that " + std::to_string(place.size) +
+           " processes were started and that they can reach this host";
+  }
+  if (says("Ping failed")) {
+    return "another program listens at " + place.master.host + ":" + port +
+           ": set MASTER_PORT to a free port on every rank";
+  }
+  return "the store of rank 0 does not answer: check that MASTER_ADDR and MASTER_PORT are those of "
+         "this job and that rank 0 is alive";
+}
+
+/// Rank 0 hosts the store unless an agent does. Blocks for at most the timeout.
+c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
+                                              std::chrono::milliseconds timeout) try {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(place.master.port);
+  options.isServer = place.rank == 0 && !place.agent_store;
+  options.numWorkers = place.size;
+  options.timeout = timeout;
+  options.multiTenant = !place.agent_store;
+  options.useLibUV = process_environment("USE_LIBUV").value_or("1") == "1";
+  return c10::make_intrusive<c10d::TCPStore>(place.master.host, options);
+} catch (const std::exception&) {
+  const std::string message = parallel::first_line_of(std::current_exception());
+  throw CommunicationError(place.describe() + " could not join within " +
+                           std::to_string(timeout.count()) + " ms: " + advice(message, place) +
+                           " (" + message + ")");
 }
 
 }  // namespace
@@ -233,10 +257,6 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
                                                           const ProcessGroupOptions& options) {
   require_same_torch();
   const std::lock_guard<std::mutex> meeting(meeting_mutex());
-  {
-    const std::lock_guard<std::mutex> lock(world_mutex());
-    forget_world_of_parent();
-  }
   if (is_initialized())
     throw InvalidArgument(
         "init_process_group() was called twice: call destroy_process_group() in between");
@@ -244,30 +264,25 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const std::string& bac
   world->backends = parse_backend(backend);
   world->timeout = options.timeout();
   const auto launched = read_launch_ranks();
-  Rendezvous plan = plan_rendezvous(options, launched);
-  plan.timeout = resolve_timeout(options.timeout(), world->backends);
+  const Place place = find_place(options, launched);
 
   std::optional<int> local = options.local_rank();
   if (!local && launched) local = launched->local_rank;
   world->local_rank = local;
   if (uses_nccl(world->backends)) {
-    require_nccl();
-    world->device_index = options.device_index()
-                              ? choose_gpu(*options.device_index(), visible_gpus())
-                              : default_gpu(local, plan.rank);
-    use_gpu(world->device_index);
+    world->device_index =
+        use_gpu(options.device_index() ? options.device_index() : local, place.rank);
   }
 
-  const auto job_store = connect_store(plan);
-  check_peers(job_store, plan);
   BackendRequest request;
-  request.rank = plan.rank;
-  request.size = plan.world_size;
-  request.timeout = plan.timeout;
-  const auto default_store = c10::make_intrusive<c10d::PrefixStore>("default_pg", job_store);
+  request.rank = place.rank;
+  request.size = place.size;
+  request.timeout = resolve_timeout(options.timeout(), world->backends);
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>("default_pg", connect_store(place, request.timeout));
   world->group =
-      connect_group(plan.describe(), "0", "default_pg", default_store, world->backends, request);
-  world->store = c10::make_intrusive<c10d::PrefixStore>("0/", default_store);
+      connect_group(place.describe(), "0", "default_pg", store, world->backends, request);
+  world->store = c10::make_intrusive<c10d::PrefixStore>("0/", store);
   const std::lock_guard<std::mutex> lock(world_mutex());
   world_slot() = std::move(world);
   return world_slot()->group;
@@ -293,14 +308,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> new_group(const std::vector<int>& ranks,
   const auto backends = backend.empty() ? world.backends : parse_backend(backend);
   BackendRequest request;
   request.timeout = resolve_timeout(timeout ? timeout : world.timeout, backends);
-  if (uses_nccl(backends)) {
-    require_nccl();
-    if (world.device_index < 0) {
-      const int gpu = default_gpu(world.local_rank, self);
-      use_gpu(gpu);
-      const std::lock_guard<std::mutex> lock(world_mutex());
-      world.device_index = gpu;
-    }
+  if (uses_nccl(backends) && world.device_index < 0) {
+    const int gpu = use_gpu(world.local_rank, self);
+    const std::lock_guard<std::mutex> lock(world_mutex());
+    world.device_index = gpu;
   }
   // Every rank counts, also ranks that are not members, so that names agree.
   const std::string name = std::to_string(world.next_name++);
@@ -372,7 +383,6 @@ void destroy_process_group() {
   std::unique_ptr<World> world;
   {
     const std::lock_guard<std::mutex> lock(world_mutex());
-    forget_world_of_parent();
     world = std::move(world_slot());
   }
   if (!world) return;

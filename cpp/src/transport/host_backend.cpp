@@ -32,10 +32,20 @@ using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-bool in_host_memory(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    return tensor.is_cpu() && tensor.layout() == at::kStrided && has_memory(tensor);
-  });
+/// Whether the channel can read and write these tensors. Refuses tensors that are not contiguous
+/// even if Gloo carries them, which takes other elements instead.
+bool in_host_memory(const char* title, const Tensors& inputs, const Tensors& outputs) {
+  bool all = true;
+  for (const Tensors* const tensors : {&inputs, &outputs}) {
+    for (const at::Tensor& tensor : *tensors) {
+      const bool strided = tensor.layout() == at::kStrided;
+      TORCH_CHECK_VALUE(
+          !strided || (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()), title,
+          ": tensors must be contiguous");
+      all = all && strided && tensor.is_cpu() && has_memory(tensor);
+    }
+  }
+  return all;
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> options_of(const distributed::BackendRequest& request) {
@@ -100,7 +110,7 @@ HostBackend::HostBackend(const distributed::BackendRequest& request,
   links_.gloo = std::move(gloo);
 }
 
-void HostBackend::end(bool may_be_stuck) {
+void HostBackend::shutdown() {
   if (this_pid() != pid_) {
     // Forked: the threads that Gloo would join do not exist.
     links_.gloo.release();
@@ -119,7 +129,7 @@ void HostBackend::end(bool may_be_stuck) {
         if (links.channel) links.channel->drain();
         links = HostLinks();
       },
-      may_be_stuck);
+      /*may_be_stuck=*/true);
 }
 
 HostLinks HostBackend::links() const {
@@ -198,12 +208,6 @@ HostChannel::WorkPtr HostBackend::all_reduce(HostCall call, const at::Tensor& te
 template <typename CallOptions>
 HostCall HostBackend::begin(c10d::OpType type, const char* title, const CallOptions& options,
                             Tensors inputs, Tensors outputs) {
-  for (const Tensors* const tensors : {&inputs, &outputs}) {
-    for (const at::Tensor& tensor : *tensors) {
-      TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(), title,
-                        ": tensors must be contiguous");
-    }
-  }
   HostCall call(title);
   call.waits_at_once = !options.asyncOp;
   call.timeout = options.timeout == c10d::kUnsetTimeout ? timeout_.load() : options.timeout;
@@ -213,11 +217,6 @@ HostCall HostBackend::begin(c10d::OpType type, const char* title, const CallOpti
   call.inputs = std::move(inputs);
   call.outputs = std::move(outputs);
   return call;
-}
-
-/// Whether a collective of these tensors uses the channel.
-bool HostBackend::in_memory(const Tensors& tensors) const {
-  return shares_memory() && in_host_memory(tensors);
 }
 
 WorkPtr HostBackend::barrier(const c10d::BarrierOptions& options) {
@@ -233,7 +232,7 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
   const Op asked = options.reduceOp;
   TORCH_CHECK_VALUE(asked != Op::AVG || tensor.is_floating_point() || tensor.is_complex(), kTitle,
                     ": there is no average of ", tensor.scalar_type());
-  if (in_host_memory(tensors) && can_all_reduce(tensor, asked)) {
+  if (in_host_memory(kTitle, tensors, {}) && can_all_reduce(tensor, asked)) {
     return all_reduce(begin(c10d::OpType::ALLREDUCE, kTitle, options, tensors, tensors), tensor,
                       asked);
   }
@@ -244,48 +243,55 @@ WorkPtr HostBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o
 }
 
 WorkPtr HostBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  if (!in_memory(tensors)) return gloo()->broadcast(tensors, options);
-  const at::Tensor& tensor = only(tensors, "apex:broadcast");
-  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < size_,
-                    "apex:broadcast: invalid root rank: ", options.rootRank, " of ", size_);
-  HostCall call = begin(c10d::OpType::BROADCAST, "apex:broadcast", options, tensors, tensors);
+  constexpr const char* kTitle = "apex:broadcast";
+  const at::Tensor& tensor = only(tensors, kTitle);
+  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < size_, kTitle,
+                    ": invalid root rank: ", options.rootRank, " of ", size_);
+  if (!in_host_memory(kTitle, tensors, {}) || !shares_memory())
+    return gloo()->broadcast(tensors, options);
+  HostCall call = begin(c10d::OpType::BROADCAST, kTitle, options, tensors, tensors);
   return channel()->broadcast(std::move(call), tensor, options.rootRank);
 }
 
 WorkPtr HostBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
-  if (!in_memory(inputs)) return gloo()->allgather(outputs, inputs, options);
-  const at::Tensor& input = only(inputs, "apex:all_gather");
-  const Tensors& list = only_list(outputs, size_, "apex:all_gather");
-  HostCall call = begin(c10d::OpType::ALLGATHER, "apex:all_gather", options, inputs, list);
+  constexpr const char* kTitle = "apex:all_gather";
+  const at::Tensor& input = only(inputs, kTitle);
+  const Tensors& list = only_list(outputs, size_, kTitle);
+  if (!in_host_memory(kTitle, inputs, list) || !shares_memory())
+    return gloo()->allgather(outputs, inputs, options);
+  HostCall call = begin(c10d::OpType::ALLGATHER, kTitle, options, inputs, list);
   return channel()->all_gather(std::move(call), list, input);
 }
 
 WorkPtr HostBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
-  if (!in_memory({output, input})) return gloo()->_allgather_base(output, input, options);
-  HostCall call =
-      begin(c10d::OpType::_ALLGATHER_BASE, "apex:_all_gather_base", options, {input}, {output});
+  constexpr const char* kTitle = "apex:_all_gather_base";
+  if (!in_host_memory(kTitle, {input}, {output}) || !shares_memory())
+    return gloo()->_allgather_base(output, input, options);
+  HostCall call = begin(c10d::OpType::_ALLGATHER_BASE, kTitle, options, {input}, {output});
   return channel()->all_gather(std::move(call), {output}, input);
 }
 
 WorkPtr HostBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
-  const at::Tensor& output = only(outputs, "apex:reduce_scatter");
-  if (!in_memory(outputs) || !HostChannel::can_all_reduce(output, options.reduceOp))
+  constexpr const char* kTitle = "apex:reduce_scatter";
+  const at::Tensor& output = only(outputs, kTitle);
+  const Tensors& list = only_list(inputs, size_, kTitle);
+  if (!in_host_memory(kTitle, list, outputs) || !shares_memory() ||
+      !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->reduce_scatter(outputs, inputs, options);
-  const Tensors& list = only_list(inputs, size_, "apex:reduce_scatter");
-  HostCall call =
-      begin(c10d::OpType::REDUCE_SCATTER, "apex:reduce_scatter", options, list, outputs);
+  HostCall call = begin(c10d::OpType::REDUCE_SCATTER, kTitle, options, list, outputs);
   return channel()->reduce_scatter(std::move(call), output, list, options.reduceOp);
 }
 
 WorkPtr HostBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
-  if (!in_memory({output, input}) || !HostChannel::can_all_reduce(output, options.reduceOp))
+  constexpr const char* kTitle = "apex:_reduce_scatter_base";
+  if (!in_host_memory(kTitle, {input}, {output}) || !shares_memory() ||
+      !HostChannel::can_all_reduce(output, options.reduceOp))
     return gloo()->_reduce_scatter_base(output, input, options);
-  HostCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, "apex:_reduce_scatter_base", options,
-                        {input}, {output});
+  HostCall call = begin(c10d::OpType::_REDUCE_SCATTER_BASE, kTitle, options, {input}, {output});
   return channel()->reduce_scatter(std::move(call), output, {input}, options.reduceOp);
 }
 

@@ -38,7 +38,7 @@ namespace apex::parallel {
 
 /// Thread safe, like HostChannel. Concurrent calls are ordered by arrival, and the order must be
 /// the same on all ranks.
-class HostBackend final : public c10d::Backend, public distributed::HasGloo {
+class HostBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -124,15 +124,16 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;
-  void shutdown() override { end(/*may_be_stuck=*/true); }
+  void shutdown() override;
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return shares_memory() || sums_by_host(); }
   /// A zeroed tensor of `size` elements in memory that an all-reduce does not copy.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  c10::intrusive_ptr<Backend> gloo() const override;
-
   // Additions to c10d's interface, for this package.
+
+  /// @throws Error if it has none, or was shut down.
+  c10::intrusive_ptr<Backend> gloo() const;
 
   /// Of the ranks; empty: unknown.
   const std::vector<ProcessName>& processes() const { return processes_; }
@@ -148,15 +149,12 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   std::shared_ptr<HostChannel> channel() const;
   /// A collective has failed elsewhere: abandons what is in flight in shared memory.
   void give_up(const std::string& why) noexcept;
-  /// shutdown(); for `may_be_stuck` see end_elsewhere().
-  void end(bool may_be_stuck);
 
  private:
   template <typename CallOptions>
   HostCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs,
                  Tensors outputs);
   HostLinks links() const;
-  bool in_memory(const Tensors& tensors) const;
 
   const int64_t pid_ = this_pid();
   const c10::intrusive_ptr<Options> options_;
@@ -166,7 +164,7 @@ class HostBackend final : public c10d::Backend, public distributed::HasGloo {
   /// As set by setTimeout().
   std::atomic<std::chrono::milliseconds> timeout_{c10d::kUnsetTimeout};
 
-  mutable std::mutex mutex_;  ///< guards what follows, which end() drops while others issue
+  mutable std::mutex mutex_;  ///< guards what follows, which shutdown() drops while others issue
   HostLinks links_;
 };
 

@@ -158,7 +158,7 @@ HostLinks connect_host(c10d::Backend& backend, const BackendPtr& gloo, const Sto
                              std::to_string(place) + "/";
     try {
       column = distributed::make_gloo_backend_like(
-          gloo, c10::make_intrusive<c10d::PrefixStore>(name, store),
+          *gloo, c10::make_intrusive<c10d::PrefixStore>(name, store),
           static_cast<int>(std::distance(hosts.begin(), host)), static_cast<int>(hosts.size()));
     } catch (const std::exception& error) {
       put(finding.problem, error.what());

@@ -16,7 +16,6 @@
 
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <functional>
 #include <iostream>
 #include <limits>
@@ -121,16 +120,10 @@ void check_tensor_collectives(const Group& group) {
       require(reduced.equal(filled(4, result, dtype)), "all_reduce() of another operation");
     }
   }
-  for (const at::ScalarType dtype :
-       {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexDouble}) {
-    at::Tensor average = filled(4, 30000, dtype);  // their sum overflows float16
-    dist::all_reduce(average, Op::AVG, group);
-    require(average.equal(filled(4, 30000, dtype)), "the average is wrong");
-  }
   // All backends refuse an operation that only some of them support.
   const std::pair<Op::RedOpType, at::ScalarType> refused[] = {
       {Op::SUM, at::kUInt16}, {Op::SUM, at::kShort},        {Op::SUM, at::kBool},
-      {Op::AVG, at::kInt},    {Op::MAX, at::kComplexFloat}, {Op::SUM, at::kFloat8_e4m3fn},
+      {Op::AVG, at::kFloat},  {Op::MAX, at::kComplexFloat}, {Op::SUM, at::kFloat8_e4m3fn},
       {Op::BAND, at::kFloat}, {Op::PREMUL_SUM, at::kFloat}, {Op::SUM, at::kUInt64}};
   for (const auto& [op, dtype] : refused) {
     const at::Tensor zeros = at::zeros({size, 2}, at::TensorOptions().dtype(dtype));
@@ -243,27 +236,9 @@ const Scenario kSubgroups("subgroups", [] {
 });
 
 const Scenario kTwice("twice", [] {
-  const auto path = variable("TEST_FOLDER");
-  dist::ProcessGroupOptions nowhere;
-  nowhere.init_method("file://" + path + "/no/such");
-  try {
-    dist::init_process_group("gloo", nowhere);  // fails immediately, not after half an hour
-    require(false, "a file in no folder was taken");
-  } catch (const CommunicationError& error) {
-    require(std::string(error.what()).find("there is no directory '" + path + "/no'") !=
-                std::string::npos,
-            error.what());
-  }
-  nowhere.init_method("file:///proc/apex").timeout(std::chrono::seconds(5));
-  try {
-    dist::init_process_group("gloo", nowhere);  // torch would retry past the timeout
-    require(false, "a file that cannot be made was taken");
-  } catch (const CommunicationError& error) {
-    require(std::string(error.what()).find("No such file") != std::string::npos, error.what());
-  }
-  for (const char* name : {"first", "second"}) {
+  for (const char* port : {"TEST_PORT", "TEST_OTHER_PORT"}) {
     dist::ProcessGroupOptions options;
-    options.init_method("file://" + path + "/" + name);
+    options.init_method("tcp://127.0.0.1:" + variable(port));
     options.timeout(std::chrono::seconds(30));
     const Group group = dist::init_process_group("gloo", options);
     try {
@@ -323,22 +298,6 @@ const Scenario kLostPeer("lost_peer", [] {
   }
   dist::barrier();
 });
-
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string pattern = ::testing::TempDir() + "apexXXXXXX";
-    path_ = mkdtemp(pattern.data());
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 ::testing::AssertionResult failed_with(const ProcessResult& result,
                                        const std::vector<std::string>& parts) {
@@ -428,6 +387,14 @@ TEST(ProcessGroup, SlurmAndMpi_TheirVariables_Suffice) {
   EXPECT_EQ(failures_of(run_processes(mpi)), "");
 }
 
+TEST(ProcessGroup, TcpAddress_OneProcess_TakesAnyFreePort) {
+  EXPECT_EQ(failures_of(run_processes({{"collectives",
+                                        {{"TEST_INIT_METHOD", "tcp://127.0.0.1:0"},
+                                         {"TEST_RANK", "0"},
+                                         {"TEST_WORLD_SIZE", "1"}}}})),
+            "");
+}
+
 TEST(ProcessGroup, TcpAddress_RanksFromOptions_Work) {
   const std::string address = "tcp://127.0.0.1:" + std::to_string(free_port());
   std::vector<ProcessSpec> specs;
@@ -438,9 +405,11 @@ TEST(ProcessGroup, TcpAddress_RanksFromOptions_Work) {
   EXPECT_EQ(failures_of(run_processes(specs)), "");
 }
 
-TEST(ProcessGroup, FileAddress_DestroyAndInitAgain_Works) {
-  const TemporaryFolder folder;
-  EXPECT_EQ(failures_of(run_processes(ranks_of("twice", 2, {{"TEST_FOLDER", folder.path()}}))), "");
+TEST(ProcessGroup, DestroyAndInitAgain_Works) {
+  const auto specs = ranks_of("twice", 2,
+                              {{"TEST_PORT", std::to_string(free_port())},
+                               {"TEST_OTHER_PORT", std::to_string(free_port())}});
+  EXPECT_EQ(failures_of(run_processes(specs)), "");
 }
 
 TEST(ProcessGroup, NewGroup_MembersAndOthers_Agree) {
@@ -501,31 +470,6 @@ TEST(ProcessGroup, Port_InUse_MessageSaysSo) {
   auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", "2000"}, {"MASTER_PORT", port}});
   specs.pop_back();
   EXPECT_TRUE(failed_with(run_to_the_end(specs)[0], {"port " + port + " is in use"}));
-}
-
-TEST(ProcessGroup, WorldSize_DiffersBetweenRanks_IsFound) {
-  auto specs = ranks_of("collectives", 2, {{"TEST_TIMEOUT_MS", "4000"}});
-  specs[1].environment["WORLD_SIZE"] = "3";
-  const auto results = run_to_the_end(specs);
-  // The second process gets the error; the first waits for it in vain.
-  int told = 0;
-  for (const ProcessResult& result : results) {
-    EXPECT_TRUE(failed_with(result, {}));
-    told += result.output.find("set the same WORLD_SIZE on every rank") != std::string::npos;
-  }
-  EXPECT_EQ(told, 1);
-}
-
-TEST(ProcessGroup, Rank_TakenTwice_IsFound) {
-  auto specs = ranks_of("collectives", 3, {{"TEST_TIMEOUT_MS", "4000"}});
-  specs[2].environment["RANK"] = "1";
-  const auto results = run_to_the_end(specs);
-  int told = 0;
-  for (const ProcessResult& result : results) {
-    EXPECT_TRUE(failed_with(result, {}));
-    told += result.output.find("has already joined with this rank") != std::string::npos;
-  }
-  EXPECT_EQ(told, 1);
 }
 
 TEST(Collectives, OfTensors_ThroughSharedMemoryAndWithout_AreRight) {

@@ -48,49 +48,32 @@ struct MasterAddress {
 };
 
 /// Reads MASTER_ADDR and MASTER_PORT. If they are unset under SLURM, the host is the first of
-/// SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST), and the port is derived from SLURM_JOB_ID, so that
-/// two jobs on one host use different ports. If they are unset under MPI, the host is 127.0.0.1
-/// when all processes are on one host (or the first SLURM host inside a SLURM job), and the port is
-/// 29500, torch's default.
+/// SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST; "gpu07" of "gpu[07-09,12],login1"), and the port is
+/// derived from SLURM_JOB_ID, so that two jobs on one host use different ports. If they are unset
+/// under MPI, the host is 127.0.0.1 when all processes are on one host (or the first SLURM host
+/// inside a SLURM job), and the port is 29500, torch's default.
 ///
 /// @throws apex::InvalidArgument when the address is unknown (the message names the variable to
 ///   set), or when the port is not a number from 1 to 65535.
 APEX_API MasterAddress read_master_address(const std::optional<LaunchRanks>& ranks,
                                            const EnvironmentLookup& lookup = process_environment);
 
-/// The first host of a SLURM node list: "gpu[07-09,12],login1" gives "gpu07".
-///
-/// @throws apex::InvalidArgument when the list is malformed.
-APEX_API std::string first_slurm_host(const std::string& node_list);
-
-/// How the ranks find each other.
-struct InitMethod {
-  enum class Kind { kEnv, kTcp, kFile };
-  Kind kind = Kind::kEnv;
-  /// Host and port of a tcp:// address.
-  std::string host;
-  int port = 0;
-  /// Path of a file:// address.
-  std::string path;
-};
-
-/// Parses "env://", "tcp://host:port", "tcp://[::1]:port" and "file:///absolute/path".
+/// The address in "tcp://host:port" or "tcp://[::1]:port"; nullopt for "env://".
 ///
 /// @throws apex::InvalidArgument for anything else.
-APEX_API InitMethod parse_init_method(const std::string& url);
+APEX_API std::optional<MasterAddress> parse_init_method(const std::string& url);
 
 /// The backend that serves a device type.
 struct DeviceBackend {
   c10::DeviceType device = c10::DeviceType::CPU;
-  /// "gloo" or "nccl".
+  /// "gloo", "nccl" or "apex".
   std::string backend;
 };
 
-/// Parses a backend string. "gloo" serves CPU and CUDA, "nccl" CUDA; "cpu:gloo,cuda:nccl" lists
-/// backends by device. Case-insensitive.
+/// Parses a backend string. "gloo" serves CPU and CUDA, "nccl" CUDA, "apex" the CPU;
+/// "cpu:gloo,cuda:nccl" lists backends by device.
 ///
-/// @throws apex::InvalidArgument for an unknown backend or device, a device named twice, or NCCL
-///   for the CPU.
+/// @throws apex::InvalidArgument for anything else.
 APEX_API std::vector<DeviceBackend> parse_backend(const std::string& backend);
 
 /// The GPU index of a process: its local rank. If CUDA_VISIBLE_DEVICES names one GPU only (as with

@@ -1,4 +1,3 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Stand-in, see gloo.cpp.
 #pragma once
-
-// Stand-in, see gloo.cpp. Nothing of this header is used.

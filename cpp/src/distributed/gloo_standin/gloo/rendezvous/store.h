@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#pragma once
-
 // Stand-in, see gloo.cpp.
+#pragma once
 
 #include <chrono>
 #include <string>
 #include <vector>
 
-namespace gloo {
-namespace rendezvous {
-
+namespace gloo::rendezvous {
 class Store {
  public:
   virtual ~Store();
@@ -19,6 +16,4 @@ class Store {
   virtual void wait(const std::vector<std::string>& keys,
                     const std::chrono::milliseconds& timeout) = 0;
 };
-
-}  // namespace rendezvous
-}  // namespace gloo
+}  // namespace gloo::rendezvous

@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Stand-in, see gloo.cpp.
 #pragma once
 
-// Stand-in, see gloo.cpp.
-
-namespace gloo {
-namespace transport {
-
+namespace gloo::transport {
 class Device;
-
 class UnboundBuffer {
  public:
-  // Declared and not defined: nothing is emitted for this class.
-  virtual ~UnboundBuffer();
+  virtual ~UnboundBuffer();  // not defined: nothing is emitted for this class
 };
-
-}  // namespace transport
-}  // namespace gloo
+}  // namespace gloo::transport
