@@ -220,11 +220,10 @@ void init_reducer(nb::module_& m) {
       nb::arg("tensors"), nb::arg("group"), nb::arg("scale"), nb::arg("what"), release());
   m.def(
       "all_reduce",
-      [](const at::Tensor& tensor, const std::string& group, bool average) {
-        distributed::all_reduce(tensor, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM,
-                                c10d::resolve_process_group(group));
+      [](const at::Tensor& tensor, const std::string& group) {
+        distributed::all_reduce(tensor, c10d::ReduceOp::SUM, c10d::resolve_process_group(group));
       },
-      nb::arg("tensor"), nb::arg("group"), nb::arg("average"), release());
+      nb::arg("tensor"), nb::arg("group"), release());
   m.def(
       "verify_same_model",
       [](const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,

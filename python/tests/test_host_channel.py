@@ -82,7 +82,7 @@ def test_one_rank_that_cannot_takes_all_along(rank: int, world: int, way: str) -
             total = torch.full((3,), float(rank))
             from apex import _core
 
-            _core.all_reduce(total, group.group_name, False)
+            _core.all_reduce(total, group.group_name)
         finally:
             if way == "files" and rank == world - 1:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -186,21 +186,19 @@ def test_forked_child_gets_a_clear_error(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "average", "said"),
+    ("sizes", "said"),
     [
-        ([8, 9], [False, False], "9 elements"),
-        ([1000, 100_000], [False, False], "100000 elements"),  # which take two paths
-        ([8, 8], [False, True], "average"),
-        ([100_000, 100_000], [True, False], "average"),
+        ([8, 9], "9 elements"),
+        ([1000, 100_000], "100000 elements"),  # which take two paths
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_sums_that_differ_between_ranks_say_in_what(
-    rank: int, world: int, sizes: list[int], average: list[bool], said: str
+    rank: int, world: int, sizes: list[int], said: str
 ) -> None:
     group = _group()
     tensor = torch.ones(sizes[rank])
     with raises(RuntimeError, "the ranks are in different collectives", said):
-        _core.all_reduce(tensor, name_of(group), average[rank])
+        _core.all_reduce(tensor, name_of(group))
     check(bool((tensor == 1).all()), "the message was changed")

@@ -294,7 +294,7 @@ def _is_interrupted(rank: int, world: int, wait: str, number: int, error: BaseEx
         if wait in ("backward", "issue"):
             output.backward()
         elif wait == "collective":
-            _core.all_reduce(torch.ones(3), name_of(group), False)
+            _core.all_reduce(torch.ones(3), name_of(group))
         else:
             layer(torch.randn(4, 3))
         return "nothing was raised"

@@ -114,7 +114,7 @@ def _meet() -> torch.device | None:
     world = world_group()
     with outside_traces():
         place = dist.distributed_c10d._get_object_coll_device(world)
-        _core.all_reduce(torch.zeros(1, device=place), name_of(world), average=False)
+        _core.all_reduce(torch.zeros(1, device=place), name_of(world))
     device: torch.device | None = world.bound_device_id
     if device is None or not torch.accelerator.is_available():
         return None

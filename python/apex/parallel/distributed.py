@@ -305,7 +305,7 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
         infinite if :attr:`total_weight` is 0. Collective. Not available under :meth:`join`.
         """
         summed = total.detach().to(torch.promote_types(total.dtype, torch.float32), copy=True)
-        _core.all_reduce(summed, name_of(self.process_group), average=False)
+        _core.all_reduce(summed, name_of(self.process_group))
         return summed.div_(self.total_weight)
 
     # --- skipped steps; see docs/training_loops.md ---
