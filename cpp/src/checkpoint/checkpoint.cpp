@@ -10,13 +10,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <mutex>
 #include <system_error>
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
 #include <apex/amp.h>
@@ -51,8 +48,7 @@ std::string error_of(const Call& call) {
     call();
     return {};
   } catch (...) {
-    const std::string text = message_of(std::current_exception());
-    return text.substr(0, text.find('\n'));
+    return first_line_of(std::current_exception());
   }
 }
 
@@ -67,19 +63,16 @@ std::string of_first(const Group& group, const std::string& text) {
   return group ? broadcast_text(text, group, 0, kWhat) : text;
 }
 
-/// The tensor of every rank [ranks, ...], on the CPU.
-at::Tensor gather(const Group& group, const at::Tensor& tensor) {
-  if (!group) return tensor.unsqueeze(0);
-  return apex::distributed::all_gather(tensor.to(control_device(group, at::kCPU)), group).cpu();
-}
-
 /// Calls `call`. If that throws on any rank, throws the error of the first such rank on every rank.
 template <typename Call>
 void on_every_rank(const Group& group, const std::string& failure, const Call& call) {
   const std::string error = error_of(call);
-  const at::Tensor failed = gather(group, at::scalar_tensor(!error.empty(), at::kByte));
+  at::Tensor failed = at::full({1}, !error.empty(), at::kByte);
+  if (group) {
+    failed = apex::distributed::all_gather(failed.to(control_device(group, at::kCPU)), group).cpu();
+  }
   for (int64_t rank = 0; rank < failed.numel(); ++rank) {
-    if (!failed[rank].item<bool>()) continue;
+    if (!failed.flatten()[rank].item<bool>()) continue;
     throw Error("rank " + std::to_string(rank) + ": " + failure + ": " +
                 (group ? broadcast_text(error, group, rank, kWhat) : error));
   }
@@ -122,30 +115,6 @@ std::string read_file(const std::string& path) {
   require(file.is_open());
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
-
-/// The states of the generators whose numbers the model's layers draw, one after the other.
-/// Replaces them by `state` if it is given.
-at::Tensor random_state(const torch::nn::Module& model, const at::Tensor& state = {}) {
-  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
-  const std::vector<at::Tensor> parameters = model.parameters();
-  if (!parameters.empty() && parameters.front().is_cuda())
-    generators.push_back(at::globalContext().defaultGenerator(parameters.front().device()));
-  std::vector<at::Tensor> states;
-  int64_t end = 0;
-  for (at::Generator& generator : generators) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    states.push_back(generator.get_state());
-    const int64_t begin = end;
-    end += states.back().numel();
-    if (state.defined()) generator.set_state(state.slice(0, begin, end).clone());
-  }
-  return at::cat(states);
-}
-
-/// Gives access to a member that LRScheduler has for derived classes.
-struct StepCount : torch::optim::LRScheduler {
-  static constexpr auto member() { return &StepCount::step_count_; }
-};
 
 std::string form_of(const at::Tensor& tensor) {
   PlainText text;
@@ -190,19 +159,6 @@ Checkpoint& Checkpoint::optimizer(torch::optim::Optimizer& optimizer) {
 
 Checkpoint& Checkpoint::scaler(amp::LossScaler& scaler) { return add("scaler", scaler); }
 
-Checkpoint& Checkpoint::scheduler(torch::optim::LRScheduler& scheduler) {
-  unsigned& steps = scheduler.*StepCount::member();
-  parts_.push_back(
-      {"scheduler" + std::to_string(schedulers_++),
-       [&steps](OutputArchive& archive) { archive.write("steps", c10::IValue(int64_t{steps})); },
-       [&steps](InputArchive& archive) {
-         c10::IValue saved;
-         archive.read("steps", saved);
-         steps = static_cast<unsigned>(saved.toInt());
-       }});
-  return *this;
-}
-
 Checkpoint& Checkpoint::process_group(Group group) {
   group_ = std::move(group);
   return *this;
@@ -212,11 +168,10 @@ void Checkpoint::throw_null_model() {
   throw InvalidArgument("Checkpoint: the model is null; construct it first, e.g. Net()");
 }
 
-void Checkpoint::write(const std::string& path, int64_t step, const at::Tensor& states) const {
+void Checkpoint::write(const std::string& path, int64_t step) const {
   OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
   archive.write("step", c10::IValue(step));
-  archive.write("generators", states, /*is_buffer=*/true);
   const auto nested = [&](const std::string& name, const auto& save) {
     OutputArchive inner(archive.compilation_unit());
     save(inner);
@@ -232,7 +187,7 @@ void Checkpoint::write(const std::string& path, int64_t step, const at::Tensor& 
   replace_file(path, bytes);
 }
 
-int64_t Checkpoint::read(const std::string& bytes, const Group& group) const {
+int64_t Checkpoint::read(const std::string& bytes) const {
   const std::vector<at::Tensor> parameters = model_.parameters();
   InputArchive archive;
   c10::IValue value;
@@ -255,19 +210,14 @@ int64_t Checkpoint::read(const std::string& bytes, const Group& group) const {
   // Load optimizers first: pending updates are applied then, and they belong to the old model.
   for (size_t i = 0; i < parts_.size(); ++i) parts_[i].load(inner[i]);
   model_.load(model);
-  at::Tensor states;
-  archive.read("generators", states, /*is_buffer=*/true);
-  const std::vector<int64_t> sizes{group ? group->getSize() : 1, random_state(model_).numel()};
-  if (states.sizes() == sizes) random_state(model_, states.cpu()[group ? group->getRank() : 0]);
   archive.read("step", value);
   return value.toInt();
 }
 
 void Checkpoint::save(const std::string& path, int64_t step) {
   const Group group = ranks_of(group_);
-  const at::Tensor states = gather(group, random_state(model_));
   on_every_rank(group, cannot_be("written", path), [&] {
-    if (is_first(group)) write(path, step, states);
+    if (is_first(group)) write(path, step);
   });
 }
 
@@ -279,7 +229,7 @@ int64_t Checkpoint::load(const std::string& path) {
   });
   bytes = of_first(group, bytes);
   int64_t step = 0;
-  on_every_rank(group, cannot_be("loaded", path), [&] { step = read(bytes, group); });
+  on_every_rank(group, cannot_be("loaded", path), [&] { step = read(bytes); });
   return step;
 }
 

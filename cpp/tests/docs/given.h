@@ -27,7 +27,6 @@ TORCH_MODULE(Net);
 extern Net net;
 extern apex::parallel::DistributedDataParallel<Net> model;
 extern torch::optim::SGD optimizer;
-extern torch::optim::StepLR scheduler;
 extern apex::parallel::ShardedOptimizer<torch::optim::AdamW> sharded;
 extern apex::amp::LossScaler scaler;
 extern torch::data::samplers::DistributedRandomSampler sampler;

@@ -17,7 +17,6 @@
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
-#include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -56,21 +55,21 @@ struct Run {
   Run()
       : model(Net()),
         optimizer(model.parameters(), 0.05),
-        scheduler(optimizer, 2, 0.1),
         scaler(apex::amp::LossScalerOptions(64).growth_interval(3)),
         checkpoint(model) {
-    checkpoint.optimizer(optimizer).scheduler(scheduler).scaler(scaler);
+    checkpoint.optimizer(optimizer).scaler(scaler);
   }
 
   void train(int steps) {
     const at::Tensor data = at::sin(at::arange(160, at::kFloat).view({40, 4}));
     for (int end = done + steps; done < end; ++done) {
+      torch::manual_seed(10 * done + apex::distributed::rank());
+      optimizer.param_groups()[0].options().set_lr(done < 3 ? 0.05 : 0.005);
       const at::Tensor batch = data.narrow(0, 8 * done + 4 * apex::distributed::rank(), 4);
       optimizer.zero_grad();
       scaler.scale(model(batch).square().mean()).backward();
       scaler.step(optimizer);
       scaler.update();
-      scheduler.step();
     }
   }
 
@@ -82,7 +81,6 @@ struct Run {
 
   DistributedDataParallel<Net> model;
   torch::optim::Adam optimizer;
-  torch::optim::StepLR scheduler;
   apex::amp::LossScaler scaler;
   int done = 0;
   Checkpoint checkpoint;

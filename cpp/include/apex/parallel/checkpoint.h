@@ -14,7 +14,6 @@
 #include <apex/export.h>
 
 namespace torch::optim {
-class LRScheduler;
 class Optimizer;
 }  // namespace torch::optim
 namespace torch::serialize {
@@ -27,11 +26,11 @@ class LossScaler;
 
 namespace apex::parallel {
 
-/// Saves and restores a training run in one file: model, optimizers, schedulers, loss scaler, the
-/// number of steps, and each rank's random state.
+/// Saves and restores a training run in one file: model, optimizers, loss scaler, and the
+/// number of steps.
 ///
 ///     apex::parallel::Checkpoint checkpoint(model);
-///     checkpoint.optimizer(optimizer).scheduler(scheduler).scaler(scaler);
+///     checkpoint.optimizer(optimizer).scaler(scaler);
 ///     int64_t step = checkpoint.resume("run.ckpt");  // 0 when the run begins
 ///     for (; step < 1000; ++step) {
 ///       if (step % 100 == 0) checkpoint.save("run.ckpt", step);
@@ -42,9 +41,8 @@ namespace apex::parallel {
 /// block the host. Only rank 0 reads and writes the file, an archive of torch::save(). An error on
 /// one rank is thrown on every rank. The parts must outlive this object. Not thread safe.
 ///
-/// The random state is that of the default generators of the CPU and of the model's device. It is
-/// restored if the number of ranks is the same. Not in the file: other generators, and positions in
-/// the data (save at the end of an epoch, and give samplers the epoch).
+/// Not in the file: random states, learning rate schedulers, and positions in the data. Save at the
+/// end of an epoch, and set seeds, learning rates and samplers by the step or the epoch.
 class APEX_API Checkpoint {
  public:
   /// The model, on one device: a module, a holder, a pointer, or a DistributedDataParallel.
@@ -54,11 +52,8 @@ class APEX_API Checkpoint {
                                 *std::declval<Model&>().operator->()))>
   explicit Checkpoint(Model& model) : Checkpoint(module_in(model)) {}
 
-  /// Adds a part. Several optimizers or schedulers are identified by their order. Of a scheduler
-  /// the number of steps is saved, which is all that StepLR has; a class with more state must save
-  /// that itself.
+  /// Adds a part. Several optimizers are identified by their order.
   Checkpoint& optimizer(torch::optim::Optimizer& optimizer);
-  Checkpoint& scheduler(torch::optim::LRScheduler& scheduler);
   Checkpoint& scaler(amp::LossScaler& scaler);
   /// Default, also for null: the default group, or this process alone without a default group.
   Checkpoint& process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
@@ -94,12 +89,12 @@ class APEX_API Checkpoint {
   template <typename T>
   Checkpoint& add(std::string name, T& part);
   [[noreturn]] static void throw_null_model();
-  void write(const std::string& path, int64_t step, const at::Tensor& states) const;
-  int64_t read(const std::string& bytes, const c10::intrusive_ptr<c10d::ProcessGroup>& group) const;
+  void write(const std::string& path, int64_t step) const;
+  int64_t read(const std::string& bytes) const;
 
   torch::nn::Module& model_;
   std::vector<Part> parts_;
-  int optimizers_ = 0, schedulers_ = 0;
+  int optimizers_ = 0;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 
