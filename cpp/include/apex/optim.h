@@ -58,9 +58,9 @@ struct LARCOptions {
 /// weight decay is read from the options of torch's own optimizers only.
 ///
 /// LARC has no state. Learning rate schedulers, zero_grad(), torch::save() and Checkpoint take the
-/// optimizer itself, which must outlive this object. Parameters and gradients may be dense, real
-/// and floating, in any mix of dtypes and devices. Norms are computed in float32 (float64 for
-/// float64). Does not block the host. Not thread safe.
+/// optimizer itself, which must outlive this object. Parameters and gradients are dense, real and
+/// floating, of any dtype; those of a group are on one device. Norms are computed in float32
+/// (float64 in a group with float64). Does not block the host. Not thread safe.
 class APEX_API LARC {
  public:
   /// @throws InvalidArgument for options outside of the ranges above.
@@ -94,8 +94,8 @@ class APEX_API LARC {
 ///     }
 ///
 /// Gradients must be the same on every rank, as after a backward of the wrapper. Clip and unscale
-/// them as usual. The resulting parameters are bit for bit those of the plain optimizer.
-/// is that of the plain optimizer, and loads with any number of ranks:
+/// them as usual. The resulting parameters are bit for bit those of the plain optimizer. So is the
+/// consolidated state, which loads with any number of ranks:
 ///
 ///     sharded.consolidate();  // on every rank
 ///     if (rank == 0) torch::save(sharded.optimizer(), "optimizer.pt");

@@ -2,9 +2,7 @@
 #include <apex/optim.h>
 
 #include <cmath>
-#include <map>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -31,37 +29,28 @@ double* weight_decay_of(torch::optim::OptimizerParamGroup& group) {
   return nullptr;
 }
 
-void check_gradient(const at::Tensor& grad, size_t group, size_t index) {
-  if (grad.layout() == at::kStrided && at::isFloatingType(grad.scalar_type())) return;
-  throw InvalidArgument("LARC needs dense real gradients; parameter " + std::to_string(index) +
-                        " of group " + std::to_string(group) + " has a " +
-                        c10::toString(grad.scalar_type()) + " one" +
-                        (grad.layout() == at::kStrided ? "" : " that is sparse") +
-                        ". Give such parameters to another optimizer.");
-}
-
-/// Adds weight decay to the gradients and multiplies them by their factors, for parameters of the
-/// same device and dtypes. The factors stay on the device, so the host never waits for them.
-void adapt_alike(const Tensors& params, const Tensors& grads, double lr, double decay,
+/// Adds weight decay to the gradients and multiplies them by their factors. The factors stay on the
+/// device, so the host never waits for them.
+void adapt_group(const Tensors& params, const Tensors& grads, double lr, double decay,
                  const LARCOptions& options) {
-  const at::ScalarType dtype = c10::promoteTypes(params[0].scalar_type(), at::kFloat);
+  at::ScalarType dtype = at::kFloat;
+  for (const at::Tensor& param : params) dtype = c10::promoteTypes(dtype, param.scalar_type());
   const at::Tensor param_norms = at::stack(at::_foreach_norm(params, 2, dtype));
   const at::Tensor grad_norms = at::stack(at::_foreach_norm(grads, 2, dtype));
   at::Tensor factors = param_norms * options.trust_coefficient();
   factors = factors / (grad_norms + param_norms * decay + options.eps());
   if (options.clip()) factors = (factors / lr).clamp_max(1);
-  const at::Tensor usable = (param_norms != 0).logical_and(grad_norms != 0);
-  factors = at::where(usable, factors, 1);
+  factors = at::where(param_norms != 0, factors, 1);
+  factors = at::where(grad_norms != 0, factors, 0);  // such a parameter gets no decay either
   // Factors of float16 parameters may be smaller than float16's smallest number.
   const auto widened = [dtype](Tensors tensors) {
     for (at::Tensor& tensor : tensors) tensor = tensor.to(dtype);
     return tensors;
   };
   const Tensors wide = widened(grads);
+  if (decay != 0) at::_foreach_add_(wide, widened(params), decay);
   at::_foreach_mul_(wide, factors.unbind());
-  if (decay != 0)
-    at::_foreach_addcmul_(wide, widened(params), at::where(usable, factors * decay, 0).unbind());
-  if (!wide[0].is_same(grads[0])) at::_foreach_copy_(grads, wide);
+  for (size_t i = 0; i < grads.size(); ++i) grads[i].copy_(wide[i]);  // nothing for itself
 }
 
 }  // namespace
@@ -97,27 +86,23 @@ at::Tensor LARC::step(const Optimizer::LossClosure& closure) {
 void LARC::adapt(const std::vector<std::pair<double*, double>>& decays) {
   const at::NoGradGuard no_grad;
   const auto& groups = optimizer_.param_groups();
-  if (decays.size() != groups.size())
-    throw InvalidArgument("LARC: a closure has added a parameter group; add it between steps.");
-  // By group, device, and dtypes of parameter and gradient.
-  using Kind =
-      std::tuple<size_t, c10::DeviceType, c10::DeviceIndex, at::ScalarType, at::ScalarType>;
-  std::map<Kind, std::pair<Tensors, Tensors>> kinds;
-  for (size_t i = 0; i < groups.size(); ++i) {
+  std::vector<Tensors> params(decays.size()), grads(decays.size());
+  for (size_t i = 0; i < decays.size(); ++i) {
     for (size_t j = 0; j < groups[i].params().size(); ++j) {
       const at::Tensor &param = groups[i].params()[j], &grad = param.grad();
       if (!grad.defined()) continue;
-      check_gradient(grad, i, j);
-      auto& [params, grads] = kinds[{i, param.device().type(), param.device().index(),
-                                     param.scalar_type(), grad.scalar_type()}];
-      params.push_back(param);
-      grads.push_back(grad);
+      if (grad.layout() != at::kStrided || !at::isFloatingType(grad.scalar_type())) {
+        throw InvalidArgument("LARC needs dense real gradients; parameter " + std::to_string(j) +
+                              " of group " + std::to_string(i) + " has a " + grad.toString() +
+                              ". Give such parameters to another optimizer.");
+      }
+      params[i].push_back(param);
+      grads[i].push_back(grad);
     }
   }
-  for (const auto& [kind, alike] : kinds) {
-    const size_t i = std::get<0>(kind);
-    adapt_alike(alike.first, alike.second, groups[i].options().get_lr(), decays[i].second,
-                options_);
+  for (size_t i = 0; i < decays.size(); ++i) {
+    if (params[i].empty()) continue;
+    adapt_group(params[i], grads[i], groups[i].options().get_lr(), decays[i].second, options_);
   }
 }
 
