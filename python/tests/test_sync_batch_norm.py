@@ -49,20 +49,25 @@ def _torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_operator_terms_of_a_gradient_that_cancel_are_not_rounded(dtype: torch.dtype) -> None:
-    """A gradient that is nearly a multiple of the input: the oracle is torch's own layer beside
-    float64."""
-    x = torch.randn(16, 4, 4, 4) * 1e-2
-    dy = (4e3 * x + torch.randn_like(x)).to(dtype)
-    weight, bias = torch.full([4], 4.0), torch.zeros(4)
+@pytest.mark.parametrize(
+    ("dtype", "multiple", "mean"),
+    [(torch.bfloat16, 4e3, 0), (torch.float16, 4e3, 0), (torch.float32, 0, 1e3)],
+)
+def test_operator_terms_of_a_gradient_that_cancel_are_not_rounded(
+    dtype: torch.dtype, multiple: float, mean: float
+) -> None:
+    """A gradient that is nearly a multiple of the input, or nearly constant: the oracle is torch's
+    own layer beside float64."""
+    x = torch.randn(16, 64, 4, 4) * 1e-2
+    dy = (multiple * x + torch.randn_like(x) + mean).to(dtype)
+    weight, bias = torch.full([64], 4.0), torch.zeros(64)
     grads = []
     for cast, layer in ((dtype, _normalize), (dtype, _torch), (torch.float64, _reference)):
         leaf = x.to(dtype).to(cast).requires_grad_()
         parameters = [p if cast == dtype else p.double() for p in (weight, bias)]
         grads += torch.autograd.grad(layer(leaf, *parameters, 1e-5), leaf, dy.to(cast))
-    ours, torchs = ((grad.double() - grads[2]).abs().max() for grad in grads[:2])
-    assert ours <= 2 * torchs
+    ours, torchs = ((grad.double() - grads[2]).square().mean().sqrt() for grad in grads[:2])
+    assert ours <= 1.25 * torchs
 
 
 @pytest.mark.usefixtures("device")

@@ -115,10 +115,10 @@ __device__ __forceinline__ Sums block_sum(Sums s) {
 // float64 division or square root takes as long as several hundred float32 instructions. So code
 // that every block runs uses neither. Code that runs in one block per channel may use both.
 
-/// 1 / x with an error of at most 2 ulp, for x > 0 that is a normal number in float32. Uses a
-/// float32 estimate and two Newton steps.
+/// 1 / x with an error of at most 2 ulp, for x > 0 that is a normal number in float32; 0 for 0.
+/// Uses a float32 estimate and two Newton steps.
 __device__ __forceinline__ double fast_reciprocal(double x) {
-  double r = static_cast<double>(1.0f / static_cast<float>(x));
+  double r = x > 0 ? static_cast<double>(1.0f / static_cast<float>(x)) : 0.0;
   r = r * fma(-x, r, 2.0);
   return r * fma(-x, r, 2.0);
 }
@@ -133,51 +133,31 @@ __device__ __forceinline__ double fast_rsqrt(double x) {
   return r * fma(-0.5 * x * r, r, 1.5);
 }
 
-__device__ __forceinline__ double lanes_sum(double value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, offset);
-  }
-  return value;
-}
-
-/// One channel's statistics over all ranks.
-struct Merged {
-  double mean = 0;
-  double m2 = 0;
-  double count = 0;
-  double inverse_count = 0;
-};
-
-/// Merges the records of a channel in `lanes` neighbouring threads, which all get the result. All
-/// lanes of the warp must call this; those without a channel pass -1. It computes the mean first,
-/// then the deviations from it. That is as accurate as pairwise merges, and takes one reciprocal.
-__device__ __forceinline__ Merged merge_records(const double* records, int64_t ranks,
-                                                int64_t channels, int64_t channel, int lanes) {
-  const int64_t first = channel < 0 ? ranks : threadIdx.x % lanes;
+/// Merges the records of a channel. It computes the mean first, then the deviations from it. That
+/// is as accurate as pairwise merges, and takes one reciprocal.
+__device__ __forceinline__ Welford<double> merge_records(const double* records, int64_t ranks,
+                                                         int64_t channels, int64_t channel) {
   const int64_t length = statistics_length(channels);
-  Merged all;
-  for (int64_t rank = first; rank < ranks; rank += lanes) {
-    const double* record = records + rank * length;
+  const double* const end = records + ranks * length;
+  Welford<double> all;
+#pragma unroll 4
+  for (const double* record = records; record < end; record += length) {
     all.count += record[2 * channels];
     all.mean = fma(record[2 * channels], record[channel], all.mean);
   }
-  all.count = lanes_sum(all.count, lanes);
-  all.inverse_count = all.count > 0 ? fast_reciprocal(all.count) : 0.0;
-  all.mean = lanes_sum(all.mean, lanes) * all.inverse_count;
-  for (int64_t rank = first; rank < ranks; rank += lanes) {
-    const double* record = records + rank * length;
+  all.mean *= fast_reciprocal(all.count);
+#pragma unroll 4
+  for (const double* record = records; record < end; record += length) {
     const double delta = record[channel] - all.mean;
     all.m2 += fma(record[2 * channels] * delta, delta, record[channels + channel]);
   }
-  all.m2 = lanes_sum(all.m2, lanes);
   return all;
 }
 
 /// The work per channel in the normalizing launch: writes the statistics for backward, and updates
 /// the running statistics.
 __device__ __forceinline__ void finish_channel(const NormalizeArguments& a, int64_t channel,
-                                               const Merged& merged, double invstd) {
-  const Welford<double> all{merged.mean, merged.m2, merged.count};
+                                               const Welford<double>& all, double invstd) {
   a.mean[channel] = all.mean;
   a.invstd[channel] = invstd;
   if (channel == 0) {
@@ -242,24 +222,14 @@ __device__ __forceinline__ void merge_splits(int64_t channels, int splits, const
 }
 
 // What the elementwise launches compute, by their arguments: the coefficients of a channel, and
-// whether they read a gradient. All lanes that share a channel must call channel_coefficients();
-// those without a channel pass -1. `writes` selects the single thread of the launch that writes the
+// whether they read a gradient. `writes` selects the single thread of the launch that writes the
 // channel's statistics.
-
-/// The number of threads that compute a channel's coefficients.
-__device__ __forceinline__ int lanes_per_channel(const NormalizeArguments& a) {
-  int lanes = 1;  // a power of two
-  while (lanes < 32 && lanes < a.ranks) lanes *= 2;
-  return lanes;
-}
-__device__ __forceinline__ int lanes_per_channel(const GradientArguments&) { return 1; }
 
 template <typename A>
 __device__ __forceinline__ NormalizeCoefficients<A> channel_coefficients(
-    const NormalizeArguments& a, int64_t channels, int64_t channel, int lanes, bool writes) {
-  const Merged all = merge_records(a.records, a.ranks, channels, channel, lanes);
-  if (channel < 0) return {};
-  const double invstd = fast_rsqrt(fma(all.m2, all.inverse_count, a.eps));
+    const NormalizeArguments& a, int64_t channels, int64_t channel, bool writes) {
+  const Welford<double> all = merge_records(a.records, a.ranks, channels, channel);
+  const double invstd = fast_rsqrt(fma(all.m2, fast_reciprocal(all.count), a.eps));
   if (writes) finish_channel(a, channel, all, invstd);
   return normalize_coefficients<A>(all.mean, invstd, a.weight.load(channel, 1),
                                    a.bias.load(channel, 0));
@@ -268,13 +238,10 @@ __device__ __forceinline__ NormalizeCoefficients<A> channel_coefficients(
 template <typename A>
 __device__ __forceinline__ GradientCoefficients<A> channel_coefficients(const GradientArguments& a,
                                                                         int64_t channels,
-                                                                        int64_t channel, int,
-                                                                        bool) {
-  if (channel < 0) return {};
-  const auto count = static_cast<double>(*a.count);
+                                                                        int64_t channel, bool) {
   return gradient_coefficients<A>(a.mean[channel], a.invstd[channel], a.weight.load(channel, 1),
                                   a.sums[channel], a.sums[channels + channel],
-                                  count > 0 ? fast_reciprocal(count) : 0.0);
+                                  fast_reciprocal(static_cast<double>(*a.count)));
 }
 
 /// The gradients beside elements `x`, which a normalizing launch does not read.

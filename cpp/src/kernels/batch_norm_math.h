@@ -9,14 +9,13 @@
 
 /// Per-channel arithmetic of batch norm (S. Ioffe and C. Szegedy, "Batch Normalization", 2015,
 /// algorithm 1 and the gradients of section 3), for the CUDA kernels. The arithmetic per channel is
-/// float64. The arithmetic per element is float32 (float64 for float64 data): one subtraction and
-/// one or two fused multiply-adds.
+/// float64. The arithmetic per element is float32 (float64 for float64 data).
 ///
 /// Note [The mean in two parts]
 /// If the mean were rounded to float32 before it is subtracted, data with mean 1e4 and standard
 /// deviation 1 would be off by 5e-4. `high` is the mean rounded to the compute type, so x - high is
-/// exact for values near it (Sterbenz). The rest of the mean is folded into the additive constant,
-/// and costs nothing per element.
+/// exact for values near it (Sterbenz). The rest of the mean is folded into another constant, and
+/// costs nothing per element.
 
 namespace apex::kernels {
 
@@ -63,15 +62,16 @@ APEX_HOST_DEVICE NormalizeCoefficients<T> normalize_coefficients(double mean, do
   return {high, static_cast<T>(scale), static_cast<T>(bias - low * scale)};
 }
 
-/// dx = (x - high) * scale + shift + dy * dy_scale.
+/// dx = (dy - dy_mean + (x - high) * slope) * scale. The mean is subtracted from dy before it is
+/// scaled: a difference of products would lose digits if the mean is larger than the deviations.
 template <typename T>
 struct GradientCoefficients {
   T high;
+  T dy_mean;
+  T slope;
   T scale;
-  T shift;
-  T dy_scale;
 
-  APEX_HOST_DEVICE T of(T x, T dy) const { return (x - high) * scale + shift + dy * dy_scale; }
+  APEX_HOST_DEVICE T of(T x, T dy) const { return (dy - dy_mean + (x - high) * slope) * scale; }
 };
 
 /// `sum_dy` and `sum_dy_xmu` (sum of dy * (x - mean)) are over all ranks. `inverse_count` is 1 over
@@ -83,10 +83,9 @@ APEX_HOST_DEVICE GradientCoefficients<T> gradient_coefficients(double mean, doub
                                                                double inverse_count) {
   const T high = static_cast<T>(mean);
   const double low = mean - static_cast<double>(high);
-  const double dy_scale = weight * invstd;
-  const double scale = -dy_scale * invstd * invstd * sum_dy_xmu * inverse_count;
-  const double shift = -dy_scale * sum_dy * inverse_count - scale * low;
-  return {high, static_cast<T>(scale), static_cast<T>(shift), static_cast<T>(dy_scale)};
+  const double slope = -invstd * invstd * sum_dy_xmu * inverse_count;
+  const double dy_mean = sum_dy * inverse_count + slope * low;
+  return {high, static_cast<T>(dy_mean), static_cast<T>(slope), static_cast<T>(weight * invstd)};
 }
 
 /// The value for momentum=None, which makes the running statistics a cumulative average. It is NaN

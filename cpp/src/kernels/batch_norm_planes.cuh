@@ -102,17 +102,14 @@ template <typename Arguments, typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     planes_elementwise_kernel(PlanesPlan plan, Arguments a) {
   using A = Acc<T>;
-  using K = decltype(channel_coefficients<A>(a, 0, 0, 1, false));
+  using K = decltype(channel_coefficients<A>(a, 0, 0, false));
   // Back to front, because the reducing launch has just read the end, which may be in the cache.
   const int64_t block = gridDim.x - 1 - static_cast<int64_t>(blockIdx.x);
   const int64_t channel = block / plan.splits;
   const int split = static_cast<int>(block % plan.splits);
   __shared__ K shared;
-  if (threadIdx.x < 32) {
-    const K mine = channel_coefficients<A>(a, plan.sizes.channels, channel, lanes_per_channel(a),
-                                           split == 0 && threadIdx.x == 0);
-    if (threadIdx.x == 0) shared = mine;
-  }
+  if (threadIdx.x == 0)
+    shared = channel_coefficients<A>(a, plan.sizes.channels, channel, /*writes=*/split == 0);
   __syncthreads();
   const K k = shared;
   const T* x = static_cast<const T*>(a.x);

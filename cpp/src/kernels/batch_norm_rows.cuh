@@ -183,24 +183,15 @@ template <typename Arguments, typename T, int kVector>
 __global__ void __launch_bounds__(kBlockThreads)
     rows_elementwise_kernel(RowsPlan plan, Arguments a) {
   using A = Acc<T>;
-  using K = decltype(channel_coefficients<A>(a, 0, 0, 1, false));
+  using K = decltype(channel_coefficients<A>(a, 0, 0, false));
   // Back to front, because the reducing launch has just read the end, which may be in the cache.
   const RowsPlace place(plan, gridDim.x - 1 - static_cast<int64_t>(blockIdx.x));
   __shared__ K shared[kMaxTileChannels];
   const int width = plan.tile_channels();
-  // Every block runs this loop before its elements, so it must be short. With few ranks each thread
-  // handles one channel, and one iteration handles the tile. Only whole warps leave the loop,
-  // because the lanes of a warp exchange their sums.
-  const int lanes = lanes_per_channel(a);
-  const int at_once = kBlockThreads / lanes;
-  for (int first = threadIdx.x / 32 * 32 / lanes; first < width; first += at_once) {
-    const int i = first + threadIdx.x % 32 / lanes;
+  for (int i = threadIdx.x; i < width; i += kBlockThreads) {
     const int64_t channel = place.tile * width + i;
-    const bool present = i < width && channel < plan.channels;
-    const bool writes = threadIdx.x % lanes == 0;
-    const K mine = channel_coefficients<A>(a, plan.channels, present ? channel : -1, lanes,
-                                           writes && place.split == 0);
-    if (present && writes) shared[i] = mine;
+    if (channel < plan.channels)
+      shared[i] = channel_coefficients<A>(a, plan.channels, channel, /*writes=*/place.split == 0);
   }
   __syncthreads();
   if (!place.inside) return;
