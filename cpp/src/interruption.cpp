@@ -22,9 +22,6 @@ Check& check() {
 
 }  // namespace
 
-Interrupted::Interrupted(const std::string& message) : Error(message) {}
-Interrupted::~Interrupted() = default;
-
 void set_interruption_check(std::function<bool()> interrupted) {
   const std::lock_guard<std::mutex> lock(check().mutex);
   check().function = std::move(interrupted);

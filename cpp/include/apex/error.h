@@ -24,7 +24,7 @@ class APEX_API Error : public std::runtime_error {
 /// before anything is changed or sent.
 class APEX_API InvalidArgument : public Error {
  public:
-  explicit InvalidArgument(const std::string& message);
+  using Error::Error;
   ~InvalidArgument() override;
 };
 
@@ -32,7 +32,7 @@ class APEX_API InvalidArgument : public Error {
 /// Thrown on every participating rank, so that no rank keeps waiting.
 class APEX_API RankMismatch : public Error {
  public:
-  explicit RankMismatch(const std::string& message);
+  using Error::Error;
   ~RankMismatch() override;
 };
 
@@ -40,7 +40,7 @@ class APEX_API RankMismatch : public Error {
 /// afterwards; create a new one.
 class APEX_API CommunicationError : public Error {
  public:
-  explicit CommunicationError(const std::string& message);
+  using Error::Error;
   ~CommunicationError() override;
 };
 
@@ -48,14 +48,14 @@ class APEX_API CommunicationError : public Error {
 /// RuntimeError). Thrown on every rank, after the gradients were reduced.
 class APEX_API NonFiniteGradient : public Error {
  public:
-  explicit NonFiniteGradient(const std::string& message);
+  using Error::Error;
   ~NonFiniteGradient() override;
 };
 
 /// This process ended a wait for other ranks. The process group cannot be used afterwards.
 class APEX_API Interrupted : public Error {
  public:
-  explicit Interrupted(const std::string& message);
+  using Error::Error;
   ~Interrupted() override;
 };
 
