@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -166,7 +167,11 @@ class DistributedDataParallel {
   ///       loss_of(model.forward(x), y).backward();  // adds up
   ///     }
   ///     loss_of(model.forward(x), y).backward();    // the sum is averaged over the ranks
-  NoSync no_sync() { return NoSync(here()); }
+  [[nodiscard]] auto no_sync() {
+    detail::Wrapper& wrapper = here();
+    wrapper.stop_synchronizing();
+    return c10::make_scope_exit([&wrapper] { wrapper.continue_synchronizing(); });
+  }
 
   /// Returns a guard. While it lives, backwards are for samples of this weight: a number, or a
   /// tensor with one element on any device. Only one at a time. The wrapper must outlive it. See
@@ -177,8 +182,10 @@ class DistributedDataParallel {
   ///       (model.forward(x) - y).square().sum().backward();
   ///     }  // gradients of the mean over the samples of all ranks
   template <typename Number>
-  Weight weight(const Number& weight) {
-    return {here().reducer(), weight};
+  [[nodiscard]] auto weight(const Number& weight) {
+    Reducer& reducer = here().reducer();
+    reducer.begin_weight(weight);
+    return c10::make_scope_exit([&reducer] { reducer.end_weight(); });
   }
 
   /// Returns a guard for ranks with different numbers of batches: construct it before the loop over

@@ -14,7 +14,7 @@
 #include <apex/parallel/reducer.h>
 
 /// The part of DistributedDataParallel that does not depend on the class of the module, and the
-/// guards that it returns. It documents them.
+/// guard of join(). It documents them.
 
 namespace apex::parallel {
 
@@ -75,31 +75,6 @@ struct TakesArguments<
     Args...> : std::true_type {};
 
 }  // namespace detail
-
-class [[nodiscard]] NoSync {
- public:
-  explicit NoSync(detail::Wrapper& wrapper) : wrapper_(wrapper) { wrapper_.stop_synchronizing(); }
-  ~NoSync() { wrapper_.continue_synchronizing(); }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-
- private:
-  detail::Wrapper& wrapper_;
-};
-
-class [[nodiscard]] Weight {
- public:
-  template <typename Number>
-  Weight(Reducer& reducer, const Number& weight) : reducer_(reducer) {
-    reducer_.begin_weight(weight);
-  }
-  ~Weight() { reducer_.end_weight(); }
-  Weight(const Weight&) = delete;
-  Weight& operator=(const Weight&) = delete;
-
- private:
-  Reducer& reducer_;
-};
 
 // Note [A destructor that throws]
 //
