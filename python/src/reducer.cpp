@@ -61,7 +61,6 @@ nb::dict to_dict(const ReducerStatistics& statistics) {
   result["gradients_copied"] = statistics.gradients_copied;
   result["reduced_in_shared_memory"] = statistics.reduced_in_shared_memory;
   result["reduced_by_host"] = statistics.reduced_by_host;
-  result["buffers_registered"] = statistics.buffers_registered;
   result["steps_skipped"] = statistics.steps_skipped;
   result["usage_reads"] = statistics.usage_reads;
   result["last_backward_wait_s"] = statistics.last_backward_wait_s;
@@ -109,7 +108,6 @@ void init_reducer(nb::module_& m) {
       .def_rw("check_steps", &ReducerOptions::check_steps, nb::arg().none())
       .def_rw("steps_reported", &ReducerOptions::steps_reported)
       .def_rw("skip_failed_steps", &ReducerOptions::skip_failed_steps)
-      .def_rw("registered_buffers", &ReducerOptions::registered_buffers)
       .def_rw("replica_check_every", &ReducerOptions::replica_check_every, nb::arg().none())
       .def_prop_rw(
           "on_divergence",

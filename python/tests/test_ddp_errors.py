@@ -112,7 +112,6 @@ def test_mismatched_models_raise_on_every_rank(
     ("broadcast_buffers", [True, False], "broadcast_buffers=True"),
     ("forward_sync_buffers", [None, True], "without broadcast_buffers, rank 1 with broadcast"),
     ("num_allreduce_streams", [1, 2], "without num_allreduce_streams, rank 1 with num"),
-    ("registered_buffers", [False, True], "without registered_buffers, rank 1 with regis"),
 ], ids=str)  # fmt: skip
 @on_ranks(2)
 def test_options_that_differ_between_ranks_raise(
@@ -220,7 +219,7 @@ def test_output_device_by_position_raises_on_every_rank(rank: int, world: int) -
     {"message_size": 2**70}, {"message_size": 1e9}, {"message_size": float("inf")},
     {"message_size": numpy.int64(10**9)},
     {"bucket_cap_mb": float("inf")}, {"bucket_cap_mb_list": [1e300, 1]},
-    {"init_sync": 1, "check_reduction": 0, "registered_buffers": 0},
+    {"init_sync": 1, "check_reduction": 0, "static_graph": 0},
 ], ids=str)  # fmt: skip
 @on_ranks(2)
 def test_huge_sizes_and_switches_of_old_scripts_are_taken(

@@ -10,10 +10,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "error_text.h"
 #include "step/report_exchange.h"
 #include "tensor_memory.h"
-#include "torch_version.h"
 
 namespace apex::parallel::detail {
 
@@ -32,31 +30,6 @@ int64_t tail_of(const ReductionSite& site, const ReductionTraits& traits,
     return 0;
   const int64_t numel = ReportExchange::tail_size(context.members, context.parameters.size());
   return numel * static_cast<int64_t>(c10::elementSize(site.dtype)) <= kMostOfReports ? numel : 0;
-}
-
-/// A zeroed buffer in memory of the group's backend (user buffer registration with NCCL, shared
-/// memory on the CPU). If the backend has no such memory, warns and uses torch's allocator.
-at::Tensor allocate_registered(const GroupPtr& group, StatisticsCounter& statistics, int64_t numel,
-                               const at::TensorOptions& options) {
-  const at::Device device = options.device();
-  std::string reason = "the group has no backend for " + device.str();
-  if (has_backend(*group, device.type())) {
-    const auto backend = group->getBackend(device.type());
-    try {
-      if (backend->supportsTensorAlloc(device.index())) {
-        at::Tensor buffer = backend->allocateTensor(static_cast<long>(numel), options);
-        statistics.add(&ReducerStatistics::buffers_registered);
-        // Memory of a HostBackend is already zeroed, and a write would allocate its pages.
-        return device.is_cpu() ? buffer : buffer.zero_();
-      }
-      reason = backend->getBackendName() + " does not allocate memory on this device";
-    } catch (const std::exception&) {
-      reason = backend->getBackendName() +
-               " could not allocate it: " + first_line_of(std::current_exception());
-    }
-  }
-  TORCH_WARN_ONCE("registered_buffers: buckets are allocated by torch instead, since ", reason);
-  return at::zeros({numel}, options);
 }
 
 c10::Stream current_stream(at::Device device) {
@@ -97,9 +70,9 @@ PlannedBucket make_bucket(const std::vector<int64_t>& members, size_t index,
   kind.gradient_as_bucket_view = options.gradient_as_bucket_view;
   kind.allreduce_always_fp32 = options.allreduce_always_fp32;
   if (is_last) kind.tail = tail_of(site, traits, context);
-  if (options.registered_buffers || traits.shares_memory || traits.across_hosts) {
-    kind.allocate = [group = site.group, &context](int64_t numel, const at::TensorOptions& of) {
-      return allocate_registered(group, context.statistics, numel, of);
+  if (traits.shares_memory || traits.across_hosts) {
+    kind.allocate = [group = site.group](int64_t numel, const at::TensorOptions& of) {
+      return group->getBackend(of.device().type())->allocateTensor(numel, of);
     };
   }
   return {BucketMessage(members, variables, site.device, std::move(kind)), std::move(reduction),

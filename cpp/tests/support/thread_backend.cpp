@@ -65,10 +65,6 @@ void settle_vector_functions() {
 ThreadBackend::ThreadBackend(int rank, std::shared_ptr<ThreadBackendControl> control)
     : c10d::Backend(rank, control->world_size()), control_(std::move(control)) {}
 
-at::Tensor ThreadBackend::allocateTensor(long size, at::TensorOptions options) {
-  return control_->allocate(size, options);
-}
-
 c10::intrusive_ptr<c10d::Work> ThreadBackend::issue(const char* op, c10d::OpType type,
                                                     std::vector<at::Tensor> inputs,
                                                     std::vector<at::Tensor> outputs,

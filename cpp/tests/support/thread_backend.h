@@ -26,8 +26,6 @@ class ThreadBackend final : public c10d::Backend {
   ThreadBackend(int rank, std::shared_ptr<ThreadBackendControl> control);
 
   const std::string getBackendName() const override { return "thread"; }
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return control_->allocates(); }
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override;

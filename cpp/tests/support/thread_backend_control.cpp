@@ -154,8 +154,6 @@ struct ThreadBackendControl::State {
   std::optional<std::string> aborted;
   std::deque<uint64_t> ready;
   bool stop = false;
-  bool allocates = false, allocation_fails = false;
-  std::set<const void*> allocated;
 
   // The functions below require the mutex.
 
@@ -274,30 +272,6 @@ void ThreadBackendControl::fail(uint64_t seq, const std::string& message) {
 void ThreadBackendControl::fail_on_issue(uint64_t seq, int rank, const std::string& message) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->issue_failures[{seq, rank}] = message;
-}
-
-void ThreadBackendControl::allocate_tensors(bool fails) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->allocates = true;
-  state_->allocation_fails = fails;
-}
-
-bool ThreadBackendControl::allocates() const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->allocates;
-}
-
-at::Tensor ThreadBackendControl::allocate(int64_t size, const at::TensorOptions& options) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  if (state_->allocation_fails) throw std::runtime_error("no more memory here\nsecond line");
-  at::Tensor tensor = at::full({size}, 7, options);  // pool memory has arbitrary content
-  state_->allocated.insert(tensor.const_data_ptr());
-  return tensor;
-}
-
-std::set<const void*> ThreadBackendControl::allocated() const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->allocated;
 }
 
 void ThreadBackendControl::abort(const std::string& message) {

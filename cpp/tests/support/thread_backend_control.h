@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -78,16 +77,6 @@ class ThreadBackendControl final : public std::enable_shared_from_this<ThreadBac
   void abort(const std::string& message);
   /// `rank` will issue no more collectives: collectives that need it fail immediately.
   void leave(int rank);
-
-  // --- memory ---
-
-  /// From now on the backend allocates tensors; with `fails`, the allocation throws.
-  void allocate_tensors(bool fails = false);
-  bool allocates() const;
-  /// Implements allocateTensor().
-  at::Tensor allocate(int64_t size, const at::TensorOptions& options);
-  /// Addresses of the tensors that it has allocated.
-  std::set<const void*> allocated() const;
 
   // --- observation ---
 

@@ -294,36 +294,6 @@ TEST(Reducer, SeveralGroups_Buckets_UseThemInTurn) {
   });
 }
 
-TEST(Reducer, RegisteredBuffers_LieInTheBackendsMemory_OrInTorchsIfItHasNone) {
-  for (const bool fails : {false, true}) {
-    for (const bool views : {false, true}) {
-      const auto control = ThreadBackendControl::create(2);
-      control->allocate_tensors(fails);
-      run_ranks(control, [&](int rank, const Group& group) {
-        ToyModel model = ToyModel::mlp({4, 8, 8, 2}, 1);
-        ReducerOptions options = small_buckets(60, views);
-        options.registered_buffers = true;
-        Reducer reducer(model.parameters, {group}, options);
-        for (int step = 0; step < 3; ++step) {
-          model.zero_grad();
-          backward(reducer, model, random_batch(4, 4, step));  // the same on both ranks
-          ToyModel reference = model.clone(at::kDouble);
-          loss_of(reference.forward(random_batch(4, 4, step))).backward();
-          for (size_t i = 0; i < model.size(); ++i) {
-            EXPECT_LT(relative_error(model[i].grad(), reference[i].grad()), 1e-5);
-          }
-        }
-        const int64_t registered = reducer.statistics().buffers_registered;
-        EXPECT_EQ(registered > 0, !fails);
-        const auto allocated = control->allocated();
-        size_t messages = 0;
-        for (const auto& record : control->log(rank)) messages += allocated.count(record.data_ptr);
-        EXPECT_GE(messages, static_cast<size_t>(3 * registered));
-      });
-    }
-  }
-}
-
 /// float16 and bfloat16 have the same width, and float16 cannot represent large bfloat16 values.
 TEST(ReducerCommHook, Compression_KeepsGradientsOfItsWidth_AndRefusesOtherDtypes) {
   run_ranks(2, [](int, const Group& group) {

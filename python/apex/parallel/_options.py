@@ -15,7 +15,7 @@ MESSAGE_SIZE = 10_000_000
 #: On/off options that the engine has under the same names.
 _OF_THE_ENGINE = (
     "delay_allreduce", "gradient_as_bucket_view", "allreduce_always_fp32", "static_graph",
-    "check_finite", "registered_buffers",
+    "check_finite",
 )  # fmt: skip
 _SWITCHES = (*_OF_THE_ENGINE, "retain_allreduce_buffers", "prof", "init_sync", "broadcast_buffers")
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -33,7 +33,7 @@ ATTRIBUTES = (
     "replica_check_every",
 )  # fmt: skip
 #: Options of Python that must be equal on all ranks, with the defaults that a rank in C++ has.
-_SETTINGS = {"num_allreduce_streams": 1, "registered_buffers": False}
+_SETTINGS = {"num_allreduce_streams": 1}
 #: The attribute of a module in which torch keeps the names of ignored parameters and buffers.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 

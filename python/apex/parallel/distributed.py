@@ -95,7 +95,6 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
         bucket_cap_mb_list: sizes in MiB: the first bucket's, and the largest for all others.
         batched_grad_copy, lazy_bucket_allocation: no effect.
         check_finite: raise on every process after an infinity or a NaN in a gradient.
-        registered_buffers: allocate the buckets from the backend's own memory, if it has any.
         on_failure: what the others do after an exception in backward: ``"raise"`` or ``"skip"``.
         replica_check_every: compare all parameters once in this number of steps; 0: never.
         on_divergence: ``"warn"`` or ``"raise"`` if parameters differ.
@@ -146,7 +145,6 @@ class DistributedDataParallel(_names.Names, nn.Module, DataParallelWrapper):
         batched_grad_copy: bool = False,
         lazy_bucket_allocation: bool = False,
         check_finite: bool = False,
-        registered_buffers: bool = False,
         on_failure: str = "raise",
         replica_check_every: int | None = None,
         on_divergence: str = "warn",

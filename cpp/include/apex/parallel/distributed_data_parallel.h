@@ -77,7 +77,6 @@ class DistributedDataParallelOptions {
   APEX_REDUCER_ARG(bool, weighted)
   APEX_REDUCER_ARG(double, gradient_predivide_factor)
   APEX_REDUCER_ARG(bool, static_graph)
-  APEX_REDUCER_ARG(bool, registered_buffers)
   APEX_REDUCER_ARG(bool, init_sync)
   APEX_REDUCER_ARG(bool, check_finite)
   APEX_REDUCER_ARG(std::optional<bool>, check_steps)

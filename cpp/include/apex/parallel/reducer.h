@@ -66,10 +66,6 @@ struct ReducerOptions : detail::ReducerInternals {
   /// is an error.
   bool static_graph = false;
 
-  /// Allocate buckets from the backend's memory pool (NCCL: user buffer registration), or with a
-  /// warning by torch's allocator. The group must outlive the reducer's buffers.
-  bool registered_buffers = false;
-
   /// Broadcast parameters from rank 0 at construction.
   bool init_sync = true;
   bool ranks_begin_alike() const { return begins_alike.value_or(init_sync); }
@@ -109,11 +105,10 @@ struct ReducerStatistics {
   int64_t launched_at_end = 0;       ///< collectives started after backward had ended
   int64_t gradients_copied = 0;      ///< gradients copied into a buffer
   int64_t reduced_in_shared_memory = 0;  ///< collectives in shared memory, all ranks on one host
-  int64_t reduced_by_host = 0;     ///< summed in each host's shared memory, then between hosts
-  int64_t buffers_registered = 0;  ///< buckets whose memory came from the backend
-  int64_t steps_skipped = 0;       ///< backwards that ended without gradients, see skip_step()
-  int64_t usage_reads = 0;         ///< backwards that used all ranks' reports to decide about
-                                   ///< parameters without a gradient on this rank
+  int64_t reduced_by_host = 0;  ///< summed in each host's shared memory, then between hosts
+  int64_t steps_skipped = 0;    ///< backwards that ended without gradients, see skip_step()
+  int64_t usage_reads = 0;      ///< backwards that used all ranks' reports to decide about
+                                ///< parameters without a gradient on this rank
   /// Seconds for which the host waited in collectives during the last synchronized backward. On
   /// devices other than the CPU, streams wait instead of the host.
   double last_backward_wait_s = 0;
