@@ -24,4 +24,9 @@ inline size_t character_before(const std::string& text, size_t position) {
   return position;
 }
 
+/// "rank 1 of 4".
+inline std::string rank_of(int rank, int size) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(size);
+}
+
 }  // namespace apex::parallel

@@ -424,6 +424,7 @@ def test_initialize_disabled_ends_the_casts_of_an_earlier_one() -> None:
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
     amp.initialize(net(), enabled=False)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == F32
+    assert torch.get_autocast_dtype("cpu") == BF16, "torch's default"
 
 
 OTHERS: list[dict[str, Any]] = [

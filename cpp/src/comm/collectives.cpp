@@ -52,17 +52,14 @@ bool host_does_not_wait(const c10d::ProcessGroup& group) {
 }
 
 void end_if_interrupted(const c10d::ProcessGroup& group) {
-  constexpr const char* kWhy = "an interruption (Ctrl-C, or another signal)";
   try {
     if (!is_interrupted()) return;
+    throw Interrupted(rank_of(group.getRank(), group.getSize()) +
+                      ": interrupted while waiting for other ranks");
   } catch (...) {
-    announce_failure(group, kWhy);
+    announce_failure(group, "an interruption (Ctrl-C, or another signal)");
     throw;
   }
-  announce_failure(group, kWhy);
-  throw Interrupted("rank " + std::to_string(group.getRank()) + " of " +
-                    std::to_string(group.getSize()) +
-                    ": interrupted while waiting for other ranks");
 }
 
 /// Calls `ended_within(slice)` until it returns true. Throws if another rank reports a failure.
@@ -142,9 +139,8 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
     advice = "see its output, then restart with a new process group";
   if (const size_t again = found.find("; " + why); again != std::string::npos)
     found.erase(again, why.size() + 2);
-  throw CommunicationError(
-      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what + " failed: " + why + " (" + advice + ")" + found);
+  throw CommunicationError(rank_of(group.getRank(), group.getSize()) + ": " + what +
+                           " failed: " + why + " (" + advice + ")" + found);
 }
 
 c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::ProcessGroup& group,
@@ -229,8 +225,7 @@ void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::stri
 void refuse_failed_group(const std::string& what, const c10d::ProcessGroup& group) {
   if (!has_failed(group)) return;
   throw CommunicationError(
-      "rank " + std::to_string(group.getRank()) + " of " + std::to_string(group.getSize()) + ": " +
-      what +
+      rank_of(group.getRank(), group.getSize()) + ": " + what +
       ": an earlier collective of this process group has failed on this rank, "
       "and other ranks may still wait in it: restart with a new process group");
 }

@@ -182,8 +182,8 @@ struct Place {
   bool agent_store = false;  ///< torchrun's agent hosts the store, so rank 0 is a client as well
 
   std::string describe() const {
-    return "rank " + std::to_string(rank) + " of " + std::to_string(size) + " at tcp://" +
-           master.host + ":" + std::to_string(master.port);
+    return parallel::rank_of(rank, size) + " at tcp://" + master.host + ":" +
+           std::to_string(master.port);
   }
 };
 

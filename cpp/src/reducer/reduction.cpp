@@ -226,10 +226,7 @@ class HookReduction final : public Reduction {
     }
   }
 
-  std::string who() const {
-    return "rank " + std::to_string(site_.group->getRank()) + " of " +
-           std::to_string(site_.group->getSize()) + ": ";
-  }
+  std::string who() const { return rank_of(site_.group->getRank(), site_.group->getSize()) + ": "; }
 
   /// The result of a hook's future: a tensor, or a list of one tensor.
   at::Tensor tensor_of(const c10::IValue& value) const {

@@ -327,8 +327,7 @@ void add_host_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommunicationError("rank " + std::to_string(request.rank) + " of " +
-                             std::to_string(request.size) +
+    throw CommunicationError(parallel::rank_of(request.rank, request.size) +
                              " could not connect to the other ranks of its group within " +
                              std::to_string(request.timeout.count()) +
                              " ms: check that all of them were started, that none has failed, and "

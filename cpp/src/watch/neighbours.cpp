@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "plain_text.h"
 #include "watch/stall.h"
 #include "watch/timing.h"
 #include "watch/watched_group.h"
@@ -96,17 +97,19 @@ std::string find_line(Neighbours& state) {
     lock.unlock();
     if (what.empty()) continue;
     std::string ended;
+    const RankRecords reports = group->board->reports();
     for (const auto& [rank, process] : group->board->processes()) {
       for (Neighbour& one : state.all) {
         if (one.outcome.empty() || !(one.process == process)) continue;
+        const std::string outcome = std::exchange(one.outcome, {});
+        const auto report = reports.find(rank);
+        if (report != reports.end() && report->second.cause.empty()) continue;  // for another's end
         ended += (ended.empty() ? "rank " : ", rank ") + std::to_string(rank) +
-                 " has ended (process " + std::to_string(process.pid) + ", " + one.outcome + ")";
-        one.outcome.clear();
+                 " has ended (process " + std::to_string(process.pid) + ", " + outcome + ")";
       }
     }
     if (ended.empty()) continue;
-    return "rank " + std::to_string(group->board->rank) + " of " +
-           std::to_string(group->board->size) + ": " + ended + group->note +
+    return rank_of(group->board->rank, group->board->size) + ": " + ended + group->note +
            ", while this rank waits in: " + what;
   }
   return {};
@@ -123,7 +126,9 @@ void loop(Neighbours& state) {
     if (::poll(fds.data(), fds.size(), static_cast<int>(timing::kTick.count())) < 0) continue;
     bool news = false;
     for (bool more = false; ::recv(state.wakes, &more, sizeof(more), 0) >= 0;) news |= more;
-    if (news) look_at_boards();
+    for (const WatchedGroupPtr& group : all_watched()) {
+      if (news) group->board->look_if_older(std::chrono::milliseconds(0));
+    }
     {
       const std::lock_guard<std::mutex> lock(state.mutex);
       for (size_t i = 1; i < fds.size(); ++i) {

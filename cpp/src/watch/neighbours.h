@@ -19,7 +19,8 @@ namespace apex::parallel {
 // to report. A launcher has killed the waiting ranks by then: torchrun polls its processes every
 // 100 ms. So the thread polls the pidfd of each process of this host that belongs to a rank of a
 // group. When a process ends with an error while this rank waits in a group of that rank, the
-// thread prints one line to stderr. A process that ends with exit code 0 is left to the error.
+// thread prints one line to stderr. A process that ends with exit code 0 is left to the error, and
+// so is one that has reported a failure without a cause of its own.
 //
 // The survivors fail soon after, so later ends within some seconds are not reported.
 

@@ -210,9 +210,9 @@ std::vector<int> late(const Stall& stall) {
 }
 
 std::string describe(const Stall& stall) {
-  std::string text = (stall.on_device ? "the GPU of rank " : "rank ") + std::to_string(stall.rank) +
-                     " of " + std::to_string(stall.size) + " has waited for " +
-                     seconds_of(stall.mine.seconds) + " in: " + stall.mine.what;
+  std::string text = (stall.on_device ? "the GPU of " : "") + rank_of(stall.rank, stall.size) +
+                     " has waited for " + seconds_of(stall.mine.seconds) +
+                     " in: " + stall.mine.what;
   const std::vector<int> late = parallel::late(stall);
   if (late.empty()) {
     return text +

@@ -160,10 +160,6 @@ std::optional<Clock::time_point> waiting_since(const Board& board) {
   return since;
 }
 
-void look_at_boards() {
-  for (const WatchedGroupPtr& group : all_watched()) group->board->look_if_older(milliseconds(0));
-}
-
 void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& parent,
                 const std::string& name) {
   if (&group == &parent) return;
@@ -382,8 +378,6 @@ std::map<int, ProcessName> Board::processes() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return processes_;
 }
-
-bool Board::all_on_this_host() { return static_cast<int>(processes().size()) == size - 1; }
 
 /// Reads those that are published, if none is known.
 void Board::find_processes() {

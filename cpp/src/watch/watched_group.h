@@ -53,8 +53,6 @@ class Board {
   const std::chrono::milliseconds timeout;
   const std::chrono::milliseconds patience;  ///< see report_failure()
   const bool has_store;
-  /// Whether all ranks are on this host, so that each of them is woken by a report.
-  bool all_on_this_host();
 
   // --- failures ---
 
@@ -128,11 +126,12 @@ class Board {
 /// other ranks can read the report. Called at its end.
 void stay_for_readers();
 
-/// A collective over NCCL that this rank has launched; see Note [Stalls].
-struct Launched {
-  c10::intrusive_ptr<c10d::Work> work;
-  int64_t number = 0;
+/// A wait of this rank; see Note [Stalls].
+struct Watched {
+  Board::Clock::time_point since;
+  int64_t call = 0;
   std::string what;
+  c10::intrusive_ptr<c10d::Work> work;  ///< the GPU waits for it; null: the host waits
 };
 
 class Wait;
@@ -152,11 +151,10 @@ struct WatchedGroup {
   std::vector<const Wait*> waits;  ///< of this rank's threads, the oldest first
   std::string difference;          ///< to the calls of another rank, if they are apart
   std::string stall;               ///< the last stall report that this rank has printed
-  Launched launched;               ///< the last one
+  Watched launched;                ///< the last collective that the host does not wait for
 
   // Used on the watching thread, see watch_waits():
-  Launched on_gpu;                   ///< the GPU waits for it
-  Clock::time_point on_gpu_since;    ///< when that was first seen
+  Watched on_gpu;                    ///< an earlier one, until it has completed
   Clock::time_point since;           ///< when the watched wait began
   std::chrono::milliseconds due{0};  ///< time from then to the next report
   int64_t number_of_question = 0;    ///< posted before that; 0: not yet
@@ -185,9 +183,6 @@ std::optional<Board::Clock::time_point> waiting_since(const Board& board);
 /// On the watching thread: a step of each board.
 void step_boards();
 
-/// Looks for news of all groups now.
-void look_at_boards();
-
 /// Like watched(), but null if watched() was not called before.
 WatchedGroupPtr find_watched(const c10d::ProcessGroup& group);
 
@@ -200,9 +195,8 @@ void watch_with(const c10d::ProcessGroup& group, const c10d::ProcessGroup& paren
 /// From now on the processes of the ranks on this host are watched. `processes`: of all ranks.
 void remember_processes(const c10d::ProcessGroup& group, const std::vector<ProcessName>& processes);
 
-/// @throws Error in a process that was forked after the group was first watched. The child would
-/// use
-///         its parent's connections, and wait for threads that do not exist there.
+/// @throws Error in a process that was forked after the group was first watched: it would use its
+/// parent's connections, and wait for threads that do not exist there.
 void require_own_process(const c10d::ProcessGroup& group);
 
 }  // namespace apex::parallel

@@ -92,11 +92,8 @@ void Wait::report_alone() {
   if (reported_ || !reports_stalls() || waited < limit_of(board) || board.answered_since(since))
     return;
   reported_ = true;
-  std::string text =
-      "rank " + std::to_string(board.rank) + " of " + std::to_string(board.size) +
-      " has waited for " +
-      std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) +
-      " s in: " + what;
+  std::string text = rank_of(board.rank, board.size) + " has waited for " +
+                     std::to_string(waited / std::chrono::seconds(1)) + " s in: " + what;
   for (const auto& [rank, state] : board.look_around())
     text += "; rank " + std::to_string(rank) + ' ' + state;
   print_report(text + (board.has_store ? kNoAnswer : "") + group_->note);
@@ -106,27 +103,18 @@ void Wait::report_alone() {
 
 namespace {
 
-struct Watched {
-  Clock::time_point since;
-  int64_t call = 0;
-  std::string what;
-  bool on_device = false;
-};
-
 /// The wait of this rank's host in its last call, or else of its GPU.
 std::optional<Watched> find_wait(WatchedGroup& group) {
   if (group.on_gpu.work && distributed::has_completed(*group.on_gpu.work)) group.on_gpu = {};
   const std::lock_guard<std::mutex> lock(group.mutex);
-  if (!group.waits.empty()) {
-    const int64_t call = group.calls.number;
-    return Watched{group.waits.front()->since, call, group.calls.name_of(call)};
-  }
+  const CallLog& calls = group.calls;
+  if (!group.waits.empty())
+    return Watched{group.waits.front()->since, calls.number, calls.name_of(calls.number), nullptr};
   if (!group.on_gpu.work) {
     group.on_gpu = std::exchange(group.launched, {});
-    group.on_gpu_since = Clock::now();
+    group.on_gpu.since = Clock::now();
   }
-  if (!group.on_gpu.work) return std::nullopt;
-  return Watched{group.on_gpu_since, group.on_gpu.number, group.on_gpu.what, true};
+  return group.on_gpu.work ? std::optional<Watched>(group.on_gpu) : std::nullopt;
 }
 
 void report(WatchedGroup& group, const Watched& wait) {
@@ -137,7 +125,7 @@ void report(WatchedGroup& group, const Watched& wait) {
   stall.processes = board.look_around();
   stall.note = group.note;
   stall.mine = position_in(group);
-  stall.on_device = wait.on_device;
+  stall.on_device = wait.work != nullptr;
   stall.mine.asked = group.number_of_question;
   stall.mine.call = wait.call;
   stall.mine.what = wait.what;
@@ -149,7 +137,7 @@ void report(WatchedGroup& group, const Watched& wait) {
     if (!other) continue;
     stall.others[rank] = *other;
     std::string difference =
-        wait.on_device ? std::string() : apart(board.rank, stall.mine, rank, *other);
+        stall.on_device ? std::string() : apart(board.rank, stall.mine, rank, *other);
     if (!difference.empty()) {
       const std::lock_guard<std::mutex> lock(group.mutex);
       group.difference = std::move(difference);
@@ -158,7 +146,7 @@ void report(WatchedGroup& group, const Watched& wait) {
     if (rank < board.rank && waits_too(stall, rank)) return;  // it reports the stall
   }
   // A busy GPU looks like a waiting one, so it is stalled only if some rank is late.
-  if (!reports_stalls() || (wait.on_device && late(stall).empty())) return;
+  if (!reports_stalls() || (stall.on_device && late(stall).empty())) return;
   const auto now = find_wait(group);
   if (!now || now->since != wait.since) return;
   const std::string text = describe(stall);
@@ -181,11 +169,10 @@ void watch_wait(WatchedGroup& group) {
   const auto ask_at = group.due - (limit - timing::until_asked(limit));
   if (waited < ask_at) return;
   if (group.number_of_question == 0) group.number_of_question = board.ask();
-  // Ranks of other hosts answer later, but before the wait ends.
-  const milliseconds report_at =
-      board.all_on_this_host()
-          ? group.due
-          : std::max(group.due, std::min(ask_at + timing::kAllAnswered, 2 * group.due));
+  // Ranks of other hosts, which are not woken, answer later, but before the wait ends.
+  auto report_at = group.due;
+  if (static_cast<int>(board.processes().size()) < board.size - 1)
+    report_at = std::max(report_at, std::min(ask_at + timing::kAllAnswered, 2 * group.due));
   if (waited < report_at) return;
   report(group, *wait);
   group.due *= 4;  // the cause may have changed
@@ -204,11 +191,10 @@ void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
                        const c10::intrusive_ptr<c10d::Work>& work) noexcept try {
   const WatchedGroupPtr one = find_watched(group);
   if (!one || !one->board->has_store || distributed::is_capturing()) return;
-  Launched before;
-  {
-    const std::lock_guard<std::mutex> lock(one->mutex);
-    before = std::exchange(one->launched, {work, one->calls.number, what});
-  }
+  Watched launched{{}, 0, what, work};
+  const std::lock_guard<std::mutex> lock(one->mutex);
+  launched.call = one->calls.number;
+  std::swap(one->launched, launched);  // an earlier one is destroyed after the lock is released
 } catch (...) {
   // A stall of this call is not reported.
 }

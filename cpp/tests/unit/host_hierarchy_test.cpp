@@ -15,9 +15,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <apex/parallel/stall_report.h>
+
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <mutex>
 #include <random>
 #include <string>
 
@@ -302,7 +305,18 @@ TEST_P(HostHierarchyTest, RankKilledAtAnyStep_IsNamedByEverySurvivor) {
                    std::to_string(steps));
       const auto outcomes = run(places, [&](Rank& self) {
         if (self.rank == victim) hit_at(step, SIGKILL);
-        train(self);
+        static std::string noticed;
+        static std::mutex mutex;
+        on_notice([](const std::string& text) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          noticed += "\n" + text;
+        });
+        try {
+          train(self);
+        } catch (const std::exception& error) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          throw std::runtime_error(error.what() + noticed);
+        }
       });
       ASSERT_TRUE(WIFSIGNALED(outcomes[victim].status));
       for (size_t rank = 0; rank < places.size(); ++rank) {
@@ -313,6 +327,11 @@ TEST_P(HostHierarchyTest, RankKilledAtAnyStep_IsNamedByEverySurvivor) {
         const std::string named = "rank " + std::to_string(victim);
         EXPECT_TRUE(outcome.said == "done" || outcome.said.find(named) != std::string::npos)
             << "rank " << rank << ": " << outcome.said;
+        for (size_t other = 0; other < places.size(); ++other) {
+          const bool is_named = outcome.said.find("rank " + std::to_string(other) + " has ended") !=
+                                std::string::npos;
+          EXPECT_TRUE(static_cast<int>(other) == victim || !is_named) << outcome.said;
+        }
         // The exit of the process was detected without waiting for the timeout.
         EXPECT_EQ(outcome.said.find("imed out"), std::string::npos) << outcome.said;
       }
