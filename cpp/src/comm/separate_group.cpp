@@ -115,8 +115,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_separate_group(
   const auto options = distributed::gloo_options(*given);
   if (!options) return parent;
   const auto attached = host_backend_of(*parent);
-  const auto inner = dynamic_cast<HostBackend*>(given.get()) != nullptr ? attached->gloo() : given;
-  const BackendPtr gloo = connects ? inner : nullptr;
+  auto* const host = dynamic_cast<HostBackend*>(&distributed::unwrapped(*given));
+  const BackendPtr gloo = !connects ? nullptr : host != nullptr ? host->gloo_or_null() : given;
   const auto request = request_for(*parent, *options);
   const auto keys = c10::make_intrusive<PatientStore>(name, store);
   auto own = connect_backend(*parent, "connecting a reducer's communicator", request.timeout, [=] {

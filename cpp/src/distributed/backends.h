@@ -39,6 +39,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend_like(
     c10d::Backend& given, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
 
+/// Removes the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds to every backend.
+c10d::Backend& unwrapped(c10d::Backend& backend);
+
 /// The options of a Gloo backend or a backend of this package: its timeout, and the job's ranks of
 /// its ranks (empty for the default group). Null for other backends.
 c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& backend);

@@ -36,15 +36,10 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
                                                      std::move(options));
 }
 
-namespace {
-
-/// Removes the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds to every backend.
 c10d::Backend& unwrapped(c10d::Backend& backend) {
   auto* const wrapper = dynamic_cast<c10d::ProcessGroupWrapper*>(&backend);
   return wrapper ? *wrapper->getWrappedPg() : backend;
 }
-
-}  // namespace
 
 c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& given) {
   c10d::Backend& backend = unwrapped(given);

@@ -138,7 +138,7 @@ HostLinks HostBackend::links() const {
 }
 
 c10::intrusive_ptr<c10d::Backend> HostBackend::gloo() const {
-  c10::intrusive_ptr<Backend> gloo = links().gloo;
+  c10::intrusive_ptr<Backend> gloo = gloo_or_null();
   if (!gloo)
     throw Error("the process group was destroyed, or has no connections but shared memory");
   return gloo;

@@ -134,6 +134,7 @@ class HostBackend final : public c10d::Backend {
 
   /// @throws Error if it has none, or was shut down.
   c10::intrusive_ptr<Backend> gloo() const;
+  c10::intrusive_ptr<Backend> gloo_or_null() const { return links().gloo; }
 
   /// Of the ranks; empty: unknown.
   const std::vector<ProcessName>& processes() const { return processes_; }

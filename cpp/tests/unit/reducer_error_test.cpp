@@ -61,7 +61,7 @@ TEST(ReducerConstruction, BadArguments_Construct_ThrowsInvalidArgument) {
     first_only.limits.first_cap = 1;
     negative.limits.cap = -3;
     expect_contains(refused({group}, p, first_only), "also needs limits.cap");
-    expect_contains(refused({group}, p, negative), "must be positive, got -3");
+    expect_contains(refused({group}, p, negative), "must not be negative, got -3 and");
     expect_contains(refused({group}, {}), "'p' is undefined");
     expect_contains(refused({group}, p * 2), "'p' is the result of an operation");
     expect_contains(refused({}, p), "at least one process group");
