@@ -31,6 +31,8 @@
 namespace apex::distributed {
 
 // The library's versions query Gloo and NCCL, which are not compiled into this program.
+c10d::Backend& unwrapped(c10d::Backend& backend) { return backend; }
+
 c10::intrusive_ptr<c10d::Backend::Options> gloo_options(c10d::Backend& backend) {
   auto* const silent = dynamic_cast<testing::SilentBackend*>(&backend);
   return silent == nullptr ? nullptr : silent->options;
