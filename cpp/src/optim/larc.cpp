@@ -48,8 +48,8 @@ void adapt_group(const Tensors& params, const Tensors& grads, double lr, double 
     return tensors;
   };
   const Tensors wide = widened(grads);
-  if (decay != 0) at::_foreach_add_(wide, widened(params), decay);
-  at::_foreach_mul_(wide, factors.unbind());
+  at::_foreach_mul_(wide, factors.unbind());  // in the order of LARC in Python, for the same bits
+  if (decay != 0) at::_foreach_addcmul_(wide, widened(params), (factors * decay).unbind());
   for (size_t i = 0; i < grads.size(); ++i) grads[i].copy_(wide[i]);  // nothing for itself
 }
 
