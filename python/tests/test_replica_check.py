@@ -70,6 +70,7 @@ def test_replica_check_finds_and_names_flipped_bits(rank: int, world: int) -> No
         at, bit = pick.randrange(memory.numel()), pick.randrange(8)
         if rank == victim:
             memory[at] = int(memory[at]) ^ (1 << bit)
+        optimizer.param_groups[0]["lr"] = 0.0  # no step rounds the flip away
         who = f"rank {victim} holds a different state than the other ranks: "
         if world == 2:
             who = "(rank 1 differs from rank 0, and no state has a majority): "
