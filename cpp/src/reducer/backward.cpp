@@ -298,7 +298,8 @@ void Backward::judge(const std::function<void()>& meanwhile) {
   pass_.used_by_any = table.used_by_any();
   pass_.skipped = pass_.skipped || table.skipped();
   if (!pass_.skipped) context_.total_weight = table.total_weight();
-  if (context_.options.weighted && !pass_.skipped && context_.total_weight == 0) {
+  const bool counts = !pass_.skipped && !context_.join.over;
+  if (context_.options.weighted && counts && context_.total_weight == 0) {
     TORCH_WARN_ONCE("apex: the weights of all ranks are 0, so all gradients of backward number ",
                     context_.backward_number, " are 0");
   }

@@ -210,7 +210,7 @@ void ReducerControl::begin_weight(const at::Tensor& weight) {
     if (!state.context.options.weighted) {
       throw Error(
           "a weight was passed, but gradients are averaged without weights: construct with "
-          "weighted");
+          "gradient_average='weighted' (in C++, the option weighted)");
     }
     if (in_backward(state.context.phase))
       throw Error("a weight was passed inside backward: enter weight() before backward");
