@@ -55,7 +55,7 @@ def measure(kib: int, name: str) -> dict[str, float]:
     other = torch.empty_like(tensor)
     ways: dict[str, Callable[[], Any]] = {
         "gloo": lambda: dist.all_reduce(tensor),
-        "shared": lambda: _core.all_reduce(tensor, name, True),
+        "shared": lambda: _core.all_reduce(tensor, name),
         "copy": lambda: other.copy_(tensor),
     }
     calls = max(3, min(50, 4096 // kib))
