@@ -51,14 +51,17 @@ def _raise(
             error = caught
         todo.clear()
     k = boom["forward"] % len(forwards)
-    skipped = bool(forwards[k].wrapper.step_skipped)
+    m = forwards[k].model
+    of_model = [f.wrapper for f in forwards if f.model == m]
+    owner = max(of_model, key=machine.wrappers[m].index)  # of the parameters
+    skipped = bool(owner.step_skipped)
     outcomes: list[Any] = [None] * machine.world
     dist.all_gather_object(outcomes, (error is not None, skipped))
     raising = [r for r in range(machine.world) if r in boom["ranks"]]
     others = [outcomes[r] for r in range(machine.world) if r not in raising]
     check(all(outcomes[r][0] for r in raising), f"ranks {raising} raise, got {outcomes}")
     check(len(set(others)) <= 1, f"not all ranks raised: {outcomes}, {raising} on purpose")
-    before = boom["block"] % len(machine.models[forwards[k].model].blocks)
+    before = boom["block"] % len(machine.models[m].blocks)
     owes = any(machine.uses(forwards[k], rank, before) for rank in raising)
     if machine.on_failure == "skip":
         check(not any(raised for raised, _ in others), f"they skip, but {outcomes}")
