@@ -191,3 +191,17 @@ def test_weighted_gradients_cleared_in_an_accumulation_do_not_count(rank: int, w
         with ddp.weight(4):
             backward()
         check_equal(ddp.total_weight, 7.0 * world, f"{form}: total of two micro-batches")
+
+
+@on_ranks(2)
+def test_weighted_join_does_not_count_samples_whose_gradients_a_rank_has_cleared(
+    rank: int, world: int
+) -> None:
+    ddp = _ddp()
+    with ddp.no_sync():
+        _backward(ddp, 5)
+    ddp.zero_grad()
+    with ddp.join():
+        if rank == 1:
+            _backward(ddp, 2)
+            check_equal(ddp.total_weight, 2.0, "total: rank 0 has no data")

@@ -191,6 +191,7 @@ void ReducerCore::shadow_backward() {
   {
     const Lock lock(context().mutex);
     context().join.without_data = true;
+    forget_cleared_weights();
     // Gradients that the other ranks have cleared must not count here. But gradients that were
     // never reduced must count.
     for (Parameter& parameter : context().parameters) {

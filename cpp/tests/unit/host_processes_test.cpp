@@ -130,9 +130,11 @@ std::vector<Outcome> run(int ranks, const std::function<void(int rank)>& act,
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
     children.push_back(testing::fork_rank(links[rank].to_parent[1], [&] {
-      const auto channel = connect(rank, ranks, links[rank], seconds(20));
+      auto channel = connect(rank, ranks, links[rank], seconds(20));
       act(rank);
       train(*channel, rank, ranks);
+      channel.reset();
+      finish_dropped_groups();
     }));
   }
   std::vector<Introduction> all(static_cast<size_t>(ranks));
