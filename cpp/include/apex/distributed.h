@@ -106,7 +106,7 @@ APEX_API int world_size(const c10::intrusive_ptr<c10d::ProcessGroup>& group = {}
 APEX_API int local_rank();
 
 // Collectives on tensors. Names and semantics are those of torch.distributed; errors name the lost
-// rank. Ranks of one host use shared memory.
+// rank. Ranks of one host use shared memory, but for reduce_scatter().
 //
 // Every rank of `group` (null: the default group) must call the same function, with tensors of the
 // same shape and dtype. Calls block the host on CPU backends, and the current stream on NCCL.
@@ -156,9 +156,8 @@ APEX_API at::Tensor reduce_scatter(const at::Tensor& tensor,
 ///     group->allreduce(tensors)->wait();
 ///
 /// Sums are in rank order, so every rank has the same bits. A collective makes progress while a
-/// rank waits for it or polls it. After a call of Work::getFuture(), a thread makes that progress
-/// instead. Collective over the ranks of `group`; blocks until all have connected. No other group
-/// may use the keys of its store.
+/// rank waits for it or polls it; a thread makes that of asynchronous ones. Collective over the
+/// ranks of `group`; blocks until all have connected. No other group may use the keys of its store.
 ///
 /// @param timeout  for connecting, and for each collective.
 /// @param name, global_ranks  for errors: the group's name, and the job's rank of each of its ranks

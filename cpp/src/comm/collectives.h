@@ -22,11 +22,11 @@
 
 namespace apex::parallel {
 
-/// Throws CommunicationError with the rank, `what`, the cause, and the result of report_failure(),
-/// which blocks. Call it in a catch block or with a captured exception.
 inline constexpr const char* kLookAtOthers =
     "another rank has probably stopped, has fewer batches (join() covers this), or left this step; "
     "check its output first, then restart with a new process group";
+/// Throws CommunicationError with the rank, `what`, the cause, and the result of report_failure(),
+/// which blocks. Call it in a catch block or with a captured exception.
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause,
@@ -88,7 +88,7 @@ c10::intrusive_ptr<c10d::Work> issue_all_to_all(const std::string& what, c10d::P
                                                 std::vector<int64_t> received_numel = {},
                                                 std::vector<int64_t> sent_numel = {});
 
-/// Waits for `work`: the host waits on CPU backends, the current stream on NCCL. Over Gloo it stops
+/// Waits for `work`: the host waits on CPU backends, the current stream on NCCL. The host stops
 /// waiting when another rank has reported a failure of the group, since the failed rank will not
 /// join. During long waits `meanwhile` is called from time to time; it may throw to end the wait.
 APEX_API void wait_collective(const c10::intrusive_ptr<c10d::Work>& work, const std::string& what,

@@ -454,7 +454,7 @@ void HostChannel::check_ranks(const Operation& operation, bool processes) const 
   if (!why.empty()) throw Error(why);
 }
 
-/// Publishes how this rank has ended; peers check it only while they wait for this rank.
+/// Publishes how this rank has ended; peers check it while they wait.
 void HostChannel::tell_end(End end, const std::string& why) noexcept {
   Control& mine = *controls_[rank_];
   copy_bytes(mine.why, why.data(), character_before(why, sizeof(mine.why) - 1));

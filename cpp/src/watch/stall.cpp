@@ -27,7 +27,7 @@ using std::chrono::milliseconds;
 
 using Callback = std::function<void(const std::string&)>;
 
-/// State of the process. Never destroyed, since boards' threads are not joined.
+/// State of the process. Never destroyed, since the watching thread is not joined.
 struct Stalls {
   std::mutex mutex;  ///< guards the rest
   std::shared_ptr<const Callback> on_notice;

@@ -14,7 +14,7 @@ using std::chrono::milliseconds;
 
 /// A longer wait is unusual: from then on the rank checks other ranks' reports.
 constexpr milliseconds kUsual{250};
-/// Interval of checks of data in this process, by the thread that waits and by a board's.
+/// Interval of checks of data in this process, by the thread that waits and by the watching one.
 constexpr milliseconds kSlice{50};
 constexpr milliseconds kTick{200};
 /// Interval of store calls. Up to 10,000 ranks make 1,000 calls a second in total, and no rank
@@ -30,8 +30,9 @@ constexpr milliseconds kOnTheWay{500};
 
 // --- a rank is in no collective ---
 
-/// Interval of store calls of a process, whatever the number of its groups and of ranks, and so the
-/// time in which a rank of another host answers. Ranks of one host wake each other.
+/// Interval of store calls of a process, which its groups share, whatever the number of ranks. With
+/// one group it is the time in which a rank of another host answers. Ranks of one host wake each
+/// other.
 constexpr milliseconds kIdle{10000};
 
 // --- a stall: fractions of the stall time ---

@@ -35,8 +35,8 @@ namespace apex::parallel {
 // lost store.
 //
 // Failures are appended to one key, since with a key for each rank N ranks would make N^2 requests.
-// A rank that is in no collective looks for news every kIdle; reports of a rank on the same host
-// wake it at once. Stores that cannot append, such as a FileStore, carry no reports.
+// A rank that is in no collective looks for news of one group every kIdle; reports of a rank on the
+// same host wake it at once. Stores that cannot append, such as a FileStore, carry no reports.
 
 /// One rank's view of a group's reports; the groups made from it share it. Thread safe.
 class Board {
@@ -122,8 +122,8 @@ class Board {
   std::map<int, ProcessName> processes_;
 };
 
-/// How long the process that usually hosts the store stays after it has reported a failure, so that
-/// other ranks can read the report. Called at its end.
+/// Keeps the process that usually hosts the store for some time after it has reported a failure, so
+/// that other ranks can read the report. Called at its end.
 void stay_for_readers();
 
 /// A wait of this rank; see Note [Stalls].

@@ -97,8 +97,8 @@ void remember_launched(const c10d::ProcessGroup& group, const std::string& what,
 
 /// A text for the error of a rank on which the collective `what` of `group` has failed: which ranks
 /// are lost, where other ranks have failed, and the stall report before that. Blocks for at most an
-/// eighth of the group's timeout, and five seconds at most; less than one second if a process of
-/// this host has exited. The first result is reused. Never throws.
+/// eighth of the group's timeout (but half a second), and five seconds at most; less than one
+/// second if a process of this host has exited. The first result is reused. Never throws.
 /// @param cause  what this rank's own code has raised; the other ranks report it too.
 std::string report_failure(const c10d::ProcessGroup& group, const std::string& what,
                            const std::string& cause = {}) noexcept;
