@@ -137,11 +137,10 @@ void throw_communication_error(const std::string& what, const c10d::ProcessGroup
   // With proof, other explanations would mislead.
   if (advice == kLookAtOthers && (why + found).find(" has ended (") != std::string::npos)
     advice = "see its output, then restart with a new process group";
-  // Not twice, also where an earlier collective has failed.
   const size_t rank = why.rfind("rank ");
-  const std::string known = "; " + (rank == std::string::npos ? why : why.substr(rank));
-  if (const size_t again = found.find(known); again != std::string::npos)
-    found.erase(again, known.size());
+  const std::string twice = "; " + (rank == std::string::npos ? why : why.substr(rank));
+  if (const size_t again = found.find(twice); again != std::string::npos)
+    found.erase(again, twice.size());
   throw CommunicationError(rank_of(group.getRank(), group.getSize()) + ": " + what +
                            " failed: " + why + " (" + advice + ")" + found);
 }

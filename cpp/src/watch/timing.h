@@ -30,9 +30,8 @@ constexpr milliseconds kOnTheWay{500};
 
 // --- a rank is in no collective ---
 
-/// Interval of store calls of a process, which its groups share, whatever the number of ranks. With
-/// one group it is the time in which a rank of another host answers. Ranks of one host wake each
-/// other.
+/// Interval of store calls of a process, which its groups share. With one group, it is the time in
+/// which a rank of another host answers. Ranks of one host wake each other.
 constexpr milliseconds kIdle{10000};
 
 // --- a stall: fractions of the stall time ---
