@@ -129,7 +129,7 @@ std::string own_cause(const std::exception_ptr& cause) {
 }
 
 void throw_communication_error(const std::string& what, const c10d::ProcessGroup& group,
-                               const std::exception_ptr& cause, const char* advice) {
+                               const std::exception_ptr& cause, std::string advice) {
   const std::string why = message_of(cause);
   const std::string of_hook = advice == kFixHook ? own_cause(cause) : std::string();
   if (advice == kFixHook && of_hook.empty()) advice = kLookAtOthers;

@@ -30,7 +30,7 @@ inline constexpr const char* kLookAtOthers =
 [[noreturn]] APEX_API void throw_communication_error(const std::string& what,
                                                      const c10d::ProcessGroup& group,
                                                      const std::exception_ptr& cause,
-                                                     const char* advice = kLookAtOthers);
+                                                     std::string advice = kLookAtOthers);
 
 /// The advice when a communication hook has failed.
 inline constexpr const char* kFixHook =
