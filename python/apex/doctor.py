@@ -130,7 +130,8 @@ def describe(host: Host) -> Iterator[str]:
     yield "batch norm against float64, largest error"
     for name, (error, most) in host.batch_norm.items():
         yield f"  {name:<18} {error:.1e} ({'passed' if error <= most else 'FAILED'})"
-    yield "all-reduce, two processes here"
+    busy = " (under load)" if os.getloadavg()[0] > host.cores / 2 else ""
+    yield f"all-reduce, two processes here{busy}"
     for name, (latency, speed) in host.all_reduce.items():
         shared = " in shared memory" if name == "apex" and host.shares_memory else ""
         yield f"  {name:<5} 4 KiB {latency * 1e6:.0f} us, 32 MiB {speed / 1e9:.2f} GB/s{shared}"

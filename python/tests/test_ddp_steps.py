@@ -106,7 +106,8 @@ def test_check_reduction_off_does_not_raise(rank: int, world: int) -> None:
     backward(ddp, rank, 1)
 
 
-ONCE_MORE = "rank 1 updated the parameters since the last synchronized backward, rank 0 did not"
+SINCE = "since construction or the last synchronized backward"
+ONCE_MORE = f"rank 1 updated the parameters {SINCE}, rank 0 did not"
 LOCALLY = "rank 1 made another number of optimizer steps"
 # By name: the losses that rank 0 uses in step 2, and the wrapper that is in no_sync().
 DEEDS = {

@@ -168,7 +168,8 @@ void verify_same_model(const std::vector<NamedTensor>& tensors,
     PlainText out;
     out << "rank " << rank << "'s model differs from rank 0's: "
         << difference(rank, Description(text_of(0)), Description(text_of(rank)))
-        << ". Construct the same model, with the same options, in the same order on every rank."
+        << ". Construct the same model, with the same options and mixed precision, in "
+           "the same order on every rank."
         << note_on_ranks(*group);
     throw RankMismatch(out.str());
   }

@@ -236,8 +236,8 @@ std::string ReplicaCheck::locate() {
   text += " (found in backward number " + std::to_string(context_.backward_number) + ")";
   if (!warns || reported_ == 1) {  // not again in each warning
     text +=
-        ", probably because of other weights loaded on some ranks, a step with gradients that were "
-        "not averaged, or a memory error";
+        ", probably because of other weights loaded on some ranks, another learning rate or "
+        "gradient clipping, a step with gradients that were not averaged, or a memory error";
   }
   return text + note_on_ranks(*context_.members.control()) +
          ": load a checkpoint on every rank, or use replica_check_every=0 if they differ on "

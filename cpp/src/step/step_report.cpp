@@ -268,19 +268,18 @@ std::string StepTable::describe_difference() const {
   const auto names = [&](auto&& holds, bool value) {
     return names_of(reports_, [&](const StepReport& one) { return holds(one) == value; });
   };
+  const std::string since = " since construction or the last synchronized backward";
   std::string what;
   if (!local && any(reports_, moved) && !names(moved, false).empty()) {
-    what = names(moved, true) + " updated the parameters since the last synchronized backward, " +
-           names(moved, false) + " did not";
+    what = names(moved, true) + " updated the parameters" + since + ", " + names(moved, false) +
+           " did not";
   } else if (any(reports_, stepped)) {
     const auto other = std::find_if(reports_.begin(), reports_.end(), stepped);
-    what = names(stepped, true) +
-           " made another number of optimizer steps since the last synchronized backward than " +
+    what = names(stepped, true) + " made another number of optimizer steps" + since + " than " +
            names(stepped, false) + ": " + std::to_string(other->facts.steps) + ", not " +
            std::to_string(first.steps);
   } else if (!local && any(reports_, further)) {
-    what = names(further, true) +
-           " changed the parameters by more since the last synchronized backward than " +
+    what = names(further, true) + " changed the parameters by more" + since + " than " +
            names(further, false) +
            ", for example by an additional optimizer step or another learning rate";
   } else {
@@ -288,9 +287,11 @@ std::string StepTable::describe_difference() const {
   }
   return "the ranks are out of step: " + what +
          ". Gradients of different steps were averaged, and parameters may differ. Run the same "
-         "backwards and optimizer steps on every rank (join() covers ranks with fewer batches), "
-         "load weights (load_state_dict) on every rank or before the model is wrapped, and restart "
-         "from a checkpoint; check_reduction=False (in C++, check_steps) disables this check";
+         "backwards, under no_sync() or not, and optimizer steps on every rank (join() covers "
+         "ranks "
+         "with fewer batches), load weights (load_state_dict) on every rank or before the model is "
+         "wrapped, and restart from a checkpoint; check_reduction=False (in C++, check_steps) "
+         "disables this check";
 }
 
 std::string StepTable::describe_non_finite(const Names& names) const {

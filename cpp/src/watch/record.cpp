@@ -167,14 +167,15 @@ Cause cause_of(const Stall& stall, int rank) {
             "compare the last calls of the ranks; every rank must make the same calls of a group "
             "in the same order"};
   }
-  where += " is in no collective";
+  where += " is in no collective of this group";
   if (!other.what.empty())
     where +=
-        "; its last began " + seconds_of(other.seconds) + " before it was asked: " + other.what;
+        "; its last one began " + seconds_of(other.seconds) + " before this report: " + other.what;
   return {
       where + indented(other.state),
       "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "
-      "backward a layer or a hook), or it has left the training loop",
+      "backward a layer or a hook) or in a collective of another group, or it has left the "
+      "training loop",
       "check the stack above; work that only one rank does must be shorter than the timeout, and "
       "ranks with fewer batches need join()"};
 }

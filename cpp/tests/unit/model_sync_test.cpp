@@ -47,7 +47,8 @@ std::string text_of(const std::function<void()>& call) {
 Model model() { return ToyModel::mlp({4, 6, 2}, 1).parameters; }
 
 const std::string kRemedy =
-    ". Construct the same model, with the same options, in the same order on every rank.";
+    ". Construct the same model, with the same options and mixed precision, in "
+    "the same order on every rank.";
 
 TEST(VerifySameModel, EqualModels_Pass_ByOneMessageOf24Bytes) {
   const auto control = ThreadBackendControl::create(3);

@@ -113,9 +113,10 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   const std::string text = describe(one);
   expect_has(text, "rank 0 of 3 has waited for 12 s in: a\n");
   expect_has(text, "who:   rank 2 holds it up; rank 1 waits as well\n");
-  expect_has(text,
-             "rank 2 is in no collective; its last began 12 s before it was asked: b\n      File "
-             "\"train.py\"");
+  expect_has(
+      text,
+      "rank 2 is in no collective of this group; its last one began 12 s before this report: "
+      "b\n      File \"train.py\"");
   expect_has(text, "its own work");
   expect_has(text, "The waiting ranks fail in 20 s");
 }
@@ -228,8 +229,8 @@ TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const auto groups = make_stored_groups(4, "away");
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
   expect_has(text, "who:   rank 3 holds it up; ranks ");
-  expect_has(text, "rank 3 is in no collective; its last began ");
-  expect_has(text, " before it was asked: a");
+  expect_has(text, "rank 3 is in no collective of this group; its last one began ");
+  expect_has(text, " before this report: a");
 }
 
 TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {

@@ -222,8 +222,8 @@ TEST(StepReport, ParametersThatDiffer_AndOtherNumbersOfSteps_AreDescribed_AlsoAf
     EXPECT_EQ(difference(all), "");
     all[1].report.facts.steps = 2;
     expect_contains(difference(all),
-                    "rank 1 made another number of optimizer steps since the last synchronized "
-                    "backward than rank 0, rank 2: 2, not 1");
+                    "rank 1 made another number of optimizer steps since construction or the last "
+                    "synchronized backward than rank 0, rank 2: 2, not 1");
   }
 }
 
@@ -235,9 +235,10 @@ TEST(StepReport, ParametersThatMovedFurtherOnOneRank_AreADifference_WhereDistanc
       all[1].report.facts.sample = 5;
       EXPECT_EQ(difference(all), "");
       all[1].report.facts.moved = factor * distance;
-      expect_contains(difference(all),
-                      "rank 1 changed the parameters by more since the last synchronized backward "
-                      "than rank 0, rank 2, for example by an additional optimizer step");
+      expect_contains(
+          difference(all),
+          "rank 1 changed the parameters by more since construction or the last "
+          "synchronized backward than rank 0, rank 2, for example by an additional optimizer step");
       all[0].report.facts.local = true;  // sharpness-aware minimization: undone later
       EXPECT_EQ(difference(all), "");
       all[0].report.facts.local = false;

@@ -334,8 +334,8 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         )
     if len(state_dict) != len(_amp_state.loss_scalers):
         print(
-            f"Warning: the state has {len(state_dict)} loss scaler(s), amp was initialized with "
-            f"{len(_amp_state.loss_scalers)}; those that fit are loaded."
+            f"Warning: the state has {len(state_dict)} loss scaler(s), amp.initialize() made "
+            f"{len(_amp_state.loss_scalers)} before this call; those that fit are loaded."
         )
     for index, scaler in enumerate(_amp_state.loss_scalers):
         if f"loss_scaler{index}" in state_dict:
