@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from apex import amp
 from apex.amp import _amp_state
+from apex.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.processes
 
@@ -127,6 +128,19 @@ def test_step_with_gradients_left_scaled_names_the_rank(rank: int, world: int) -
         scaled.backward()
     with pytest.raises(RuntimeError, match=f"^rank {rank}: SGD.step.. was called with gradients"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_one_more_step_of_master_weights_is_out_of_step(rank: int, world: int) -> None:
+    model, optimizer = build("O2", loss_scale=1.0)
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match="rank 1 made another number of optimizer steps"):
+        for step in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(ddp(torch.ones(2, 3)).float().mean(), optimizer) as scaled:
+                scaled.backward()
+            for _ in range(1 + (rank == step == 1)):
+                optimizer.step()
 
 
 def _mlp() -> nn.Module:

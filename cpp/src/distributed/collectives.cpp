@@ -17,14 +17,14 @@ namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-GroupPtr group_or_default(const GroupPtr& group) { return group ? group : get_default_group(); }
-
-void require_contiguous(const at::Tensor& tensor, const char* what) {
+/// The group of a call, after its tensor was checked.
+GroupPtr group_for(const at::Tensor& tensor, const char* what, const GroupPtr& group) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.is_contiguous())
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
   if (tensor.is_conj() || tensor.is_neg())
     throw InvalidArgument(std::string(what) +
                           ": the tensor is a lazy conjugate; call resolve_conj() first");
+  return group ? group : get_default_group();
 }
 
 using Op = c10d::ReduceOp;
@@ -52,9 +52,8 @@ at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at
 
 void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const GroupPtr& group) {
   constexpr const char* kWhat = "all_reduce()";
-  require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
-  const GroupPtr among = group_or_default(group);
+  const GroupPtr among = group_for(tensor, kWhat, group);
   require_reducible(tensor, op, kWhat);
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
   parallel::run_collective(kWhat, *among,
@@ -63,9 +62,8 @@ void all_reduce(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op, const Gr
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
   constexpr const char* kWhat = "broadcast()";
-  require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
-  const GroupPtr among = group_or_default(group);
+  const GroupPtr among = group_for(tensor, kWhat, group);
   if (root < 0 || root >= among->getSize()) {
     throw InvalidArgument("broadcast(): root rank " + std::to_string(root) +
                           " is not in the group of " + std::to_string(among->getSize()) + " ranks");
@@ -77,9 +75,8 @@ void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
 
 at::Tensor all_gather(const at::Tensor& tensor, const GroupPtr& group) {
   constexpr const char* kWhat = "all_gather()";
-  require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
-  const GroupPtr among = group_or_default(group);
+  const GroupPtr among = group_for(tensor, kWhat, group);
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape.insert(shape.begin(), among->getSize());
   at::Tensor all = at::empty(shape, tensor.options());
@@ -91,9 +88,8 @@ at::Tensor all_gather(const at::Tensor& tensor, const GroupPtr& group) {
 
 at::Tensor reduce_scatter(const at::Tensor& tensor, const GroupPtr& group) {
   constexpr const char* kWhat = "reduce_scatter()";
-  require_contiguous(tensor, kWhat);
   const at::NoGradGuard no_grad;
-  const GroupPtr among = group_or_default(group);
+  const GroupPtr among = group_for(tensor, kWhat, group);
   if (tensor.dim() == 0 || tensor.size(0) != among->getSize()) {
     throw InvalidArgument("reduce_scatter(): the first dimension of the tensor must be " +
                           std::to_string(among->getSize()) + ", the number of ranks");

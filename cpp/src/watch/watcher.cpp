@@ -255,7 +255,7 @@ std::string describe(const Findings& findings, Board& board, const RankRecord& m
   if (!silent.empty()) {
     text += "; " + list_of(silent) + (silent.size() == 1 ? " has" : " have") +
             " not reported this failure within " + std::to_string(board.patience.count()) +
-            " ms: stopped, unreachable, or did not reach this collective";
+            " ms: left the group, stopped, unreachable, or did not reach this collective";
   } else {
     text += "; every rank has reported this failure";
     if (board.look_around(ProcessState::kEnded).empty()) text += ", and none has ended";

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -50,15 +51,24 @@ def _register() -> None:
 taking_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+#: The attribute of a master weight that is the parameter of the model.
+MODEL_PARAMETER = "_apex_model_parameter"
+
+
 class _Known(NamedTuple):
     state: tuple[Any, ...]  # of the optimizer and the engines when `some` was found
-    some: list[torch.nn.Parameter]
+    some: list[Tensor]
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
 
-def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+def _updated_by(optimizer: Optimizer) -> list[Tensor]:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return [getattr(p, MODEL_PARAMETER, p) for p in params]
+
+
+def _one_of_each(optimizer: Optimizer) -> list[Tensor]:
     """One parameter per engine that ``optimizer`` holds. Passing all of them would cost more than a
     step."""
     groups = optimizer.param_groups
@@ -71,7 +81,7 @@ def _one_of_each(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     )
     known = _known.get(optimizer)
     if known is None or known.state != state:
-        held = {id(p): p for group in groups for p in group["params"]}
+        held = {id(p): p for p in _updated_by(optimizer)}
         of_engines = [[held[id(p)] for p in e.parameters if id(p) in held][:1] for e in _engines]
         known = _known[optimizer] = _Known(state, [p for some in of_engines for p in some])
     return known.some
@@ -83,7 +93,7 @@ def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Only steps inside a gradient hook are refused.
     if torch._C._current_graph_task_id() < 0:
         return
-    _core.Reducer.optimizer_steps([p for group in optimizer.param_groups for p in group["params"]])
+    _core.Reducer.optimizer_steps(_updated_by(optimizer))
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

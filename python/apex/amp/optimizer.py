@@ -30,6 +30,7 @@ import torch
 
 from .._internal import joining, not_served
 from .._internal.dtypes import is_low_precision
+from .._internal.optimizer_steps import MODEL_PARAMETER
 from ..multi_tensor_apply._operations import wide_copies
 from ._amp_state import _amp_state, maybe_print, several_ranks
 from .casting import AmpHandle
@@ -84,6 +85,7 @@ class _Master:
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
         self.weight: torch.Tensor = torch.nn.Parameter(parameter.detach().float())
+        setattr(self.weight, MODEL_PARAMETER, parameter)
         self.note_agreement()
         _masters[id(parameter)] = self
 
