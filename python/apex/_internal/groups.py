@@ -91,8 +91,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
             return datetime.timedelta(milliseconds=_core.host_backend_timeout(group.group_name))
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            timeout: datetime.timedelta = options._timeout
-            return timeout
+            return cast(datetime.timedelta, options._timeout)
     return None
 
 
@@ -135,8 +134,7 @@ def group_of_all_ranks(description: str) -> Any:
     Note [Communicators that are split].
     """
     _meet()
-    made: Any = dist.new_group(timeout=timeout_of(world_group()), group_desc=description)
-    return made
+    return dist.new_group(timeout=timeout_of(world_group()), group_desc=description)
 
 
 def split_world(parts: list[list[int]]) -> Any:
@@ -203,6 +201,5 @@ def _forget_default_groups() -> None:
     for function in vars(dist_functional).values():
         defaults = getattr(function, "__defaults__", None) or ()
         if any(isinstance(value, dist.ProcessGroup) for value in defaults):
-            function.__defaults__ = tuple(
-                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
-            )
+            kept = (None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
+            function.__defaults__ = tuple(kept)

@@ -73,8 +73,6 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
     """The distinct tensors in ``value``, in nested containers."""
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = _parts(value)
-    found = [
-        tensor for item in ([] if parts is None else parts[0]) for tensor in find_tensors(item)
-    ]
+    items, _ = _parts(value) or ([], None)
+    found = [tensor for item in items for tensor in find_tensors(item)]
     return list({id(tensor): tensor for tensor in found}.values())

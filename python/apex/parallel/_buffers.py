@@ -108,9 +108,8 @@ def synchronized(module: nn.Module, ignored: Container[str] = ()) -> list[torch.
     because backward in training reads the batch statistics. Other buffers count their changes, so a
     backward that would read a changed value raises an error.
     """
-    left_out: set[int] = set()
-    if ignored:
-        left_out = {id(buffer) for name, buffer in module.named_buffers() if name in ignored}
+    named = module.named_buffers() if ignored else ()
+    left_out = {id(buffer) for name, buffer in named if name in ignored}
     buffers: dict[int, torch.Tensor] = {}
     for part in module.modules():
         kind = getattr(part, "original_name", "")  # set for a scripted module

@@ -44,8 +44,8 @@ class Reducer:
         end_groups_at_exit(self)
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            named = list(module_or_grads_list.named_parameters())
-            names, parameters = [n for n, _ in named], [p for _, p in named]
+            named = dict(module_or_grads_list.named_parameters())
+            names, parameters = list(named), list(named.values())
             group = name_of(self.process_group)
             _core.verify_same_model(names, parameters, [], group)
             _core.require_sendable(names, parameters, "parameter", group)
@@ -99,15 +99,9 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
     """Append the tensors in `maybe_tensor`, which may be a nested iterable, to `tensor_list`."""
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
-        return
-    if isinstance(maybe_tensor, (str, bytes)):
-        return
-    try:
-        items = list(maybe_tensor)
-    except TypeError:
-        return
-    for item in items:
-        extract_tensors(item, tensor_list)
+    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
+        for item in maybe_tensor:
+            extract_tensors(item, tensor_list)
 
 
 @torch.no_grad()

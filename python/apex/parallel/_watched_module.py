@@ -86,11 +86,8 @@ class WatchedModule:
         changed = self._watch.changed()
         if not (changed or self._has_scripted):
             return False
-        present = self._present()
-        if len(present) == len(self.parameters) and all(
-            new is old for new, old in zip(present, self.parameters, strict=True)
-        ):
-            if changed:
-                self._look()
-            return False
-        return True
+        if list(map(id, self._present())) != list(map(id, self.parameters)):
+            return True
+        if changed:
+            self._look()
+        return False
