@@ -46,7 +46,7 @@ AREAS = (
 
 #: The executables of cpp/tests that run, fastest first.
 CPP_TESTS = (
-    "apex_kernel_tests",
+    "apex_internals_tests",
     "apex_hosts_tests",
     "apex_fake_device_tests",
     "apex_emulated_cuda_tests",

@@ -28,8 +28,8 @@ Backward::Backward(ReducerState& state, BackwardPass pass, const BackwardSession
 
 std::string Backward::describe() const {
   std::string text = "backward number " + std::to_string(context_.backward_number) + " has begun";
-  for (size_t i = 0; pass_.clock > 0 && i < pass_.gradients.size(); ++i) {
-    if (pass_.gradients[i].last_fired == pass_.clock)
+  for (size_t i = 0; pass_.fired > 0 && i < pass_.gradients.size(); ++i) {
+    if (pass_.gradients[i].last_fired == pass_.fired)
       text += "; its last gradient was that of '" + context_.parameters[i].name + "'";
   }
   const Plan* const plan = book_.current();
@@ -61,7 +61,7 @@ void Backward::gradient_ready(size_t index) {
         "accumulate under no_sync().");
   }
   if (gradient.stale && context_.join.active) reporter_.keeps_gradients = true;
-  gradient.last_fired = ++pass_.clock;
+  gradient.last_fired = ++pass_.fired;
   if (book_.current() != nullptr) count_down(index);
 }
 

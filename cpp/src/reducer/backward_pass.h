@@ -16,7 +16,7 @@ namespace apex::parallel::detail {
 /// The state of one parameter's gradient in one backward.
 struct GradientState {
   int32_t fired = 0;       ///< times its gradient was accumulated
-  int64_t last_fired = 0;  ///< BackwardPass::clock at the last time
+  int64_t last_fired = 0;  ///< BackwardPass::fired at the last time
   /// .grad is the result of the last synchronized backward, and this one adds to it.
   bool stale = false;
 };
@@ -66,7 +66,7 @@ struct BackwardPass {
   std::vector<uint8_t> used;         ///< by parameter: this rank has a gradient
   std::vector<uint8_t> used_by_any;  ///< by parameter: a rank has a gradient; set at the end
   BackwardStart start;
-  int64_t clock = 0;       ///< gradients so far
+  int64_t fired = 0;       ///< gradients so far
   bool recorded = false;   ///< it had no plan when it began
   bool skipped = false;    ///< a rank has skipped this step: see Note [Skipped steps]
   bool refused = false;    ///< every rank throws or skips, and sends nothing more

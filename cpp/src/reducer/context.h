@@ -35,7 +35,7 @@ constexpr bool in_backward(Phase phase) {
   return phase == Phase::kRunning || phase == Phase::kEnding;
 }
 
-/// The counters and times of a reducer. add() and get() are thread safe.
+/// The counters and times of a reducer. Only add() and get() are thread safe.
 class StatisticsCounter {
  public:
   void add(int64_t ReducerStatistics::* count, int64_t more = 1) {

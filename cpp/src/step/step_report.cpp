@@ -13,9 +13,9 @@ namespace apex::parallel {
 
 namespace {
 
-/// The words of a row before the bits per parameter: used, then trainable.
-constexpr size_t kBits = sizeof(StepReport) / sizeof(int64_t);
-static_assert(std::is_trivially_copyable_v<StepReport> && kBits == 9);  // no padding
+/// Number of words of a row before the bits per parameter: used, then trainable.
+constexpr size_t kWords = sizeof(StepReport) / sizeof(int64_t);
+static_assert(std::is_trivially_copyable_v<StepReport> && kWords == 9);  // no padding
 
 size_t words_for(size_t bits) { return (bits + 63) / 64; }
 
@@ -60,13 +60,13 @@ bool any(const std::vector<StepReport>& ranks, Predicate&& holds) {
 
 }  // namespace
 
-size_t StepTable::row_size(size_t parameters) { return kBits + 2 * words_for(parameters); }
+size_t StepTable::row_size(size_t parameters) { return kWords + 2 * words_for(parameters); }
 
 void StepTable::encode(const StepReport& report, const std::vector<uint8_t>& used,
                        const std::vector<bool>& trainable, int64_t* row) {
   std::memcpy(row, &report, sizeof(report));
-  write_bits(used, row + kBits);
-  write_bits(trainable, row + kBits + words_for(used.size()));
+  write_bits(used, row + kWords);
+  write_bits(trainable, row + kWords + words_for(used.size()));
 }
 
 StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
@@ -78,7 +78,7 @@ StepTable::StepTable(std::vector<int64_t> rows, size_t ranks, size_t parameters)
 }
 
 const int64_t* StepTable::bits_of(size_t rank) const {
-  return rows_.data() + rank * row_size(parameters_) + kBits;
+  return rows_.data() + rank * row_size(parameters_) + kWords;
 }
 
 bool StepTable::trainable(size_t rank, size_t parameter) const {

@@ -29,7 +29,8 @@ namespace apex::parallel {
 // - and what has happened since its last synchronized backward: Note [Ranks that are out of step].
 //
 // If ranks must first agree on a plan, another row is sent before that. A new item needs a field of
-// StepReport.
+// StepReport, which is read only where ReducerContext::reads_reports(). Elsewhere a device copies
+// the row only if it has changed: a field that changes in most steps is set only where it is read.
 
 // Note [Ranks that are out of step]
 //
@@ -64,7 +65,7 @@ enum class ReasonToLeave : int16_t {
   kOwner,  ///< another reducer averages some parameters
 };
 
-/// What has happened on a rank since its last synchronized backward.
+/// What has happened on a rank since its last synchronized backward, as this one begins.
 struct StepFacts {
   int64_t steps = 0;             ///< of optimizers, as reported
   double moved = 0;              ///< distance that the sampled elements have moved
