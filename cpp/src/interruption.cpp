@@ -28,11 +28,9 @@ void set_interruption_check(std::function<bool()> interrupted) {
 }
 
 bool is_interrupted() {
-  std::function<bool()> function;
-  {
-    const std::lock_guard<std::mutex> lock(check().mutex);
-    function = check().function;
-  }
+  std::unique_lock<std::mutex> lock(check().mutex);
+  const std::function<bool()> function = check().function;
+  lock.unlock();
   return function && function();
 }
 

@@ -36,9 +36,8 @@ at::Tensor in_memory(const at::Tensor& tensor) {
   if (has_memory(tensor)) return tensor;
   if (tensor.layout() != at::kStrided) return tensor.to_dense();
   if (is_freed(tensor)) throw Error(kFreed);
-  at::Tensor copy = at::empty(
-      tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device()));
-  return copy.copy_(tensor);
+  return at::empty(tensor.sizes(), at::device(tensor.device()).dtype(tensor.scalar_type()))
+      .copy_(tensor);
 }
 
 std::string why_not_sendable(const at::Tensor& tensor) {

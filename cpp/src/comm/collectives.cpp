@@ -88,19 +88,17 @@ void wait_with_reports(Wait& wait, const c10d::ProcessGroup& group,
   }
 }
 
-void require_memory(const std::string& what, const at::Tensor& tensor) {
-  if (has_memory(tensor)) return;
-  throw InvalidArgument(what +
-                        ": the tensor has no storage (a wrapper subclass, a sparse tensor, or one "
-                        "on the meta device)");
-}
-
 /// The backend that carries these tensors in each collective, or null.
 c10::intrusive_ptr<HostBackend> host_backend_for(const std::string& what,
                                                  const c10d::ProcessGroup& group,
                                                  at::ArrayRef<at::Tensor> tensors) {
   require_own_process(group);
-  for (const at::Tensor& tensor : tensors) require_memory(what, tensor);
+  for (const at::Tensor& tensor : tensors) {
+    if (has_memory(tensor)) continue;
+    throw InvalidArgument(what +
+                          ": the tensor has no storage (a wrapper subclass, a sparse "
+                          "tensor, or one on the meta device)");
+  }
   const auto fits = [](const at::Tensor& one) { return one.is_cpu() && one.is_contiguous(); };
   if (!std::all_of(tensors.begin(), tensors.end(), fits)) return nullptr;
   return host_backend_of(group);
@@ -162,6 +160,10 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
+  if (root < 0 || root >= group.getSize()) {
+    throw InvalidArgument(what + ": root rank " + std::to_string(root) +
+                          " is not in the group of " + std::to_string(group.getSize()) + " ranks");
+  }
   const auto channel = channel_for(what, group, {tensor});
   return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
     if (channel) return channel->broadcast(what, tensor, root);

@@ -29,8 +29,8 @@ namespace apex::parallel {
 // - and what has happened since its last synchronized backward: Note [Ranks that are out of step].
 //
 // If ranks must first agree on a plan, another row is sent before that. A new item needs a field of
-// StepReport, which is read only where ReducerContext::reads_reports(). Elsewhere a device copies
-// the row only if it has changed: a field that changes in most steps is set only where it is read.
+// StepReport. One that changes in most steps is set only where ReducerContext::reads_reports():
+// elsewhere a device would copy the row in every step, and no rank would read it.
 
 // Note [Ranks that are out of step]
 //

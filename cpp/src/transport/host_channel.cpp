@@ -93,7 +93,7 @@ struct HostChannel::Operation final : HostJob {
       event->wait(count, nap);
     };
   }
-  void check_ranks(bool processes) override { channel->check_ranks(*this, processes); }
+  void check_ranks(bool processes) override { channel->check_ranks(processes, this); }
   std::string awaited() const override { return channel->awaited(*this); }
 
   std::shared_ptr<HostChannel> channel;
@@ -432,15 +432,16 @@ std::string HostChannel::awaited(const Operation& operation) const {
   return "a processor";
 }
 
-void HostChannel::check_ranks(const Operation& operation, bool processes) const {
+void HostChannel::check_ranks(bool processes, const Operation* of) const {
+  const auto is_missing = [&](int peer) { return of == nullptr || waits_for(peer, *of); };
   std::string why;
   for (int peer = 0; peer < size_ && why.empty(); ++peer) {
-    if (!waits_for(peer, operation)) continue;
+    if (!is_missing(peer)) continue;
     const Control& control = *controls_[peer];
     if (control.end.load() == End::kFailed) why = name_of(peer) + " reports: " + control.why;
     if (control.end.load() == End::kLeft) why = name_of(peer) + " has left the group";
     // It may have arrived just before it ended.
-    if (!waits_for(peer, operation)) why.clear();
+    if (!is_missing(peer)) why.clear();
   }
   // Ranks fail and leave because of a process that has ended, whichever of them this rank awaits.
   for (int peer = 0; peer < size_ && (processes || !why.empty()); ++peer) {
@@ -448,7 +449,7 @@ void HostChannel::check_ranks(const Operation& operation, bool processes) const 
     if (!process || controls_[peer]->end.load() != End::kNone ||
         state_of(*process) != ProcessState::kEnded)
       continue;
-    if (why.empty() && !waits_for(peer, operation)) continue;
+    if (why.empty() && !is_missing(peer)) continue;
     throw Error(name_of(peer) + " has ended (process " + std::to_string(process->pid) + ")");
   }
   if (!why.empty()) throw Error(why);

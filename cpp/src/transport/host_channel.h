@@ -103,6 +103,9 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   /// Waits until all collectives that have been issued are over.
   void drain() { queue_->drain(); }
 
+  /// @throws Error if a rank has failed, left or ended.
+  void check_ranks(bool processes) const { check_ranks(processes, nullptr); }
+
   /// A zeroed tensor in shared memory; all_reduce() does not copy it.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 
@@ -138,7 +141,8 @@ class HostChannel : public std::enable_shared_from_this<HostChannel> {
   const Message& message_of(int rank, const Operation& operation) const;
   std::pair<int64_t, int64_t> own_part(int64_t bytes) const;
   std::string awaited(const Operation& operation) const;
-  void check_ranks(const Operation& operation, bool processes) const;
+  /// `of`: only ranks for which that collective waits.
+  void check_ranks(bool processes, const Operation* of) const;
   std::string name_of(int peer) const { return "rank " + std::to_string(peers_[peer].named); }
   void tell_end(End end, const std::string& why) noexcept;
 

@@ -64,9 +64,8 @@ class HierarchyJob final : public HostJob {
     };
   }
 
-  void check_ranks(bool processes) override {
-    if (in_memory_) in_memory_->check_ranks(processes);
-  }
+  // Whatever it waits for: the gather needs all ranks of the host.
+  void check_ranks(bool processes) override { host_->check_ranks(processes); }
 
   std::string awaited() const override {
     return in_memory_ ? in_memory_->awaited() : "another host";

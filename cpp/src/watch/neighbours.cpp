@@ -109,8 +109,8 @@ std::string find_line(Neighbours& state) {
       }
     }
     if (ended.empty()) continue;
-    return rank_of(group->board->rank, group->board->size) + ": " + ended + group->note +
-           ", while this rank waits in: " + what;
+    return rank_of(group->board->rank, group->board->size) + ": " + ended +
+           ", while this rank waits in: " + what + group->note;
   }
   return {};
 }

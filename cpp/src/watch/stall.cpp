@@ -69,11 +69,9 @@ double seconds_since(WatchedGroup::Clock::time_point time) {
 }
 
 std::string read_state() {
-  std::vector<std::function<std::string()>> readers;
-  {
-    const std::lock_guard<std::mutex> lock(stalls().mutex);
-    readers = stalls().readers;
-  }
+  std::unique_lock<std::mutex> lock(stalls().mutex);
+  const std::vector<std::function<std::string()>> readers = stalls().readers;
+  lock.unlock();
   std::string lines;
   for (const auto& read : readers) {
     std::string more;

@@ -157,7 +157,8 @@ struct WatchedGroup {
   Watched on_gpu;                    ///< an earlier one, until it has completed
   Clock::time_point since;           ///< when the watched wait began
   std::chrono::milliseconds due{0};  ///< time from then to the next report
-  int64_t number_of_question = 0;    ///< posted before that; 0: not yet
+  int64_t number_of_question = 0;    ///< posted before that, at `asked`; 0: not yet
+  Clock::time_point asked;
 
   std::mutex attaching;            ///< guards attached
   std::shared_ptr<void> attached;  ///< the result of host_backend_of()

@@ -85,15 +85,15 @@ std::string Wait::lost_process() {
              : "";
 }
 
-/// Reports a stall from this thread, if the store has not answered since the wait began.
+/// Reports a stall from this thread, if the store has not answered for that long.
 void Wait::report_alone() {
   Board& board = *group_->board;
-  const auto waited = Clock::now() - since;
-  if (reported_ || !reports_stalls() || waited < limit_of(board) || board.answered_since(since))
-    return;
+  const auto now = Clock::now();
+  const auto then = now - limit_of(board) - timing::between_looks(board.size);
+  if (reported_ || !reports_stalls() || since > then || board.answered_since(then)) return;
   reported_ = true;
   std::string text = rank_of(board.rank, board.size) + " has waited for " +
-                     std::to_string(waited / std::chrono::seconds(1)) + " s in: " + what;
+                     std::to_string((now - since) / std::chrono::seconds(1)) + " s in: " + what;
   for (const auto& [rank, state] : board.look_around())
     text += "; rank " + std::to_string(rank) + ' ' + state;
   print_report(text + (board.has_store ? kNoAnswer : "") + group_->note);
@@ -165,15 +165,17 @@ void watch_wait(WatchedGroup& group) {
     group.due = limit;
     group.number_of_question = 0;
   }
-  const auto waited = Clock::now() - wait->since;
-  const auto ask_at = group.due - (limit - timing::until_asked(limit));
-  if (waited < ask_at) return;
-  if (group.number_of_question == 0) group.number_of_question = board.ask();
+  milliseconds until_answered = limit - timing::until_asked(limit);
+  if (Clock::now() < wait->since + group.due - until_answered) return;
+  if (group.number_of_question == 0) {
+    group.number_of_question = board.ask();
+    group.asked = Clock::now();  // the store may have been silent for long
+  }
   // Ranks of other hosts, which are not woken, answer later, but before the wait ends.
-  auto report_at = group.due;
   if (static_cast<int>(board.processes().size()) < board.size - 1)
-    report_at = std::max(report_at, std::min(ask_at + timing::kAllAnswered, 2 * group.due));
-  if (waited < report_at) return;
+    until_answered =
+        std::max(until_answered, std::min(timing::kAllAnswered, group.due + until_answered));
+  if (Clock::now() < group.asked + until_answered) return;
   report(group, *wait);
   group.due *= 4;  // the cause may have changed
   group.number_of_question = 0;
@@ -237,7 +239,8 @@ bool collect(Board& board, RankRecord mine, Findings& findings) {
     const auto now = Clock::now();
     if (!findings.proof.empty() || board.is_lost())
       until = std::min(until, now + timing::kAfterProof);
-    if (static_cast<int>(findings.reports.size()) == board.size - 1 || now >= until) return answers;
+    const bool complete = static_cast<int>(findings.reports.size()) == board.size - 1;
+    if (complete || now >= until) return complete || (answers && !board.is_lost());
   }
 }
 
