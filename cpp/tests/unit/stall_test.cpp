@@ -354,12 +354,13 @@ TEST_F(StallTest, RanksThatTrain_AskTheStoreOnceInTenSecondsWhateverTheStallTime
   }
 }
 
-/// Does not answer until it is released, as while its host is stopped or busy.
+/// Stops answering until it is released, as while its host is stopped or busy.
 struct SilentStore final : c10d::HashStore {
   int64_t add(const std::string& key, int64_t value) override {
-    released.get_future().wait_for(std::chrono::minutes(1));
+    if (answers-- <= 0) released.get_future().wait_for(std::chrono::minutes(1));
     return HashStore::add(key, value);
   }
+  std::atomic<int> answers{0};
   std::promise<void> released;
 };
 
@@ -374,6 +375,17 @@ TEST_F(StallTest, StoreDoesNotAnswer_FirstCallDoesNotWaitForIt_AndTheStallReport
   const std::string text = verdict({groups[5]}, 1, std::chrono::seconds(60));
   store->released.set_value();
   expect_has(text, "rank 5 of 8 has waited for ");
+  expect_has(text, "the store, through which ranks report, does not answer");
+}
+
+// Hazard: its last answer came after the wait had begun.
+TEST_F(StallTest, StoreFallsSilentDuringAWait_TheStallReportSaysSo) {
+  set_stall_time(milliseconds(2000));  // the rank looks for reports before it asks
+  const auto store = c10::make_intrusive<SilentStore>();
+  store->answers = 10;  // to the introduction of each rank, and to two looks
+  const auto groups = make_stored_groups(8, "falls silent", store);
+  const std::string text = verdict({groups[5]}, 1, std::chrono::seconds(20));
+  store->released.set_value();
   expect_has(text, "the store, through which ranks report, does not answer");
 }
 
