@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <future>
 #include <vector>
 
 /// Ranks as processes. One of them is killed or stopped at every step of the protocol in turn:
@@ -236,6 +237,16 @@ TEST(HostProcess, RankLeavesBecauseAnotherHasEnded_TheOneThatHasEndedIsNamed) {
   });
   const std::string said = outcomes[1].said.c_str();
   EXPECT_EQ(said.find("rank 2 has ended (process "), 0U) << said;
+}
+
+TEST(Endings, EndElsewhere_WhileAnEarlierEndIsStuck_DoesNotWaitForIt) {
+  std::promise<void> release, ended;
+  const std::shared_future<void> released = release.get_future().share();
+  end_elsewhere([released] { released.wait(); }, /*may_be_stuck=*/true);
+  end_elsewhere([&] { ended.set_value(); }, /*may_be_stuck=*/false);
+  EXPECT_EQ(ended.get_future().wait_for(seconds(60)), std::future_status::ready);
+  release.set_value();
+  finish_dropped_groups();
 }
 
 TEST(HostProcess, MemoryThatIsNotThereIsAnError) {

@@ -113,7 +113,7 @@ TEST(ReducerFailure, GroupReconfigured_Backward_ThrowsUntilTheSizeIsThatOfConstr
     const auto step = [&] {
       p.mutable_grad() = at::Tensor();
       const at::Tensor y = p * (rank + 1.0);
-      reducer.watch_outputs({y});
+      reducer.watch_outputs({y, p});  // a leaf has no node
       y.sum().backward();
     };
     group->size = 1;

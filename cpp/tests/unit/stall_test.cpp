@@ -121,6 +121,14 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   expect_has(text, "The waiting ranks fail in 20 s");
 }
 
+TEST(StallVerdict, TwoRanksForTheSameReason_ItIsGivenOnce) {
+  Stall one = stall();
+  one.others = {{1, in_call(5, false)}, {2, in_call(5, false)}};
+  const std::string text = describe(one);
+  expect_has(text, "who:   ranks 1, 2 hold it up\n");
+  EXPECT_EQ(text.find("why:"), text.rfind("why:")) << text;
+}
+
 // From an earlier stall, when it was in call 6.
 TEST(StallVerdict, RanksInOtherCalls_AreNotTakenForOnesThatWaitHere) {
   Stall one = stall();
