@@ -283,12 +283,11 @@ class Zeros(torch.autograd.Function):
 def test_zero_tensor_gradient_counts_as_zeros(rank: int, world: int, views: bool) -> None:
     for size in (20, 1):
         layer = nn.Linear(4, 3)
+        layer.extra = nn.Parameter(torch.ones(3, 4))  # no other gradient is added to its own
         ddp = DistributedDataParallel(layer, message_size=size, gradient_as_bucket_view=views)
         for _ in range(3):
             ddp.zero_grad()
-            y = ddp(torch.ones(2, 4))
-            (Zeros.apply(layer.weight).sum() if rank == 1 else layer.weight.sum()).add(
-                y.sum() * 0
-            ).backward()
-            check_near(layer.weight.grad, torch.full((3, 4), 0.5), "half of rank 0's", 1e-6)
-            layer.weight.grad.add_(1)  # it can be written
+            y = ddp(torch.ones(2, 4)).sum() * 0
+            ((Zeros.apply(layer.extra) if rank == 1 else layer.extra).sum() + y).backward()
+            check_near(layer.extra.grad, torch.full((3, 4), 0.5), "half of rank 0's", 1e-6)
+            layer.extra.grad.add_(1)  # it can be written

@@ -2,6 +2,7 @@
 // Plans of the CUDA kernels' launches. emulated/batch_norm_cuda_test.cpp runs them.
 
 #include "kernels/batch_norm_index.h"
+#include "kernels/batch_norm_math.h"
 
 #include <gtest/gtest.h>
 
@@ -14,6 +15,13 @@ namespace apex::kernels {
 namespace {
 
 constexpr DeviceLimits kLarge{132, 2048};
+
+// dx at x = mean, which is no float32, has no term of the slope.
+TEST(BatchNormMath, GradientAtTheMean_IsThatOfTheExactMean) {
+  const double mean = 1000.00001;
+  const auto found = gradient_coefficients<float>(mean, 2.0, 1.0, 0.3, 70.0, 0.01);
+  EXPECT_NEAR(found.dy_mean - (mean - double{found.high}) * found.slope, 0.3 * 0.01, 1e-9);
+}
 
 TEST(BatchNormIndex, Planes_Alignment_DecidesVectorWidth) {
   EXPECT_EQ(plan_planes({2, 3, 64}, 2, true, kLarge).vector, 8);

@@ -283,6 +283,17 @@ TEST_F(StallTest, WaitEndsBefore_NothingIsPrinted) {
   EXPECT_EQ(stall_report(), before);
 }
 
+// Hazard: a rank that connects gives up although no process has ended.
+TEST_F(StallTest, RankThatConnects_WaitsWhileAllProcessesLive) {
+  const auto groups = make_stored_groups(2, "connects");
+  begin_call(*groups[0], "a");
+  Wait wait(*groups[0], kName, /*connects=*/true);
+  for (int i = 0; i < 100; ++i) {
+    ASSERT_EQ(wait.poll(), "");
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+}
+
 /// A collective that the host does not wait for.
 struct OnGpu final : c10d::Work {
   bool isCompleted() override { return completed; }
