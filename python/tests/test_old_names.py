@@ -121,8 +121,7 @@ def test_unscale_writes_the_masters_and_notes_overflow(kind: Any, grads: torch.d
 @pytest.mark.parametrize("override", [None, (2.0, 4.0, 1.0)])
 def test_unscale_with_stashed_adds_what_was_kept(override: Any) -> None:
     scaler = LossScaler("dynamic", init_scale=8.0)
-    model, stashed = [torch.full((2,), 8.0).half()], [torch.full((2,), 0.5)]
-    out = [torch.empty(2)]
+    model, stashed, out = [torch.full((2,), 8.0).half()], [torch.full((2,), 0.5)], [torch.empty(2)]
     scaler.unscale_with_stashed(model, stashed, out, scale_override=override)
     expected = 8 / 8 + 0.5 if override is None else 8 * 2 / 4 + 0.5 * 2 / 1
     assert out[0].tolist() == [expected] * 2
@@ -132,6 +131,8 @@ def test_unscale_with_stashed_adds_what_was_kept(override: Any) -> None:
     model[0][1] = math.inf
     scaler.unscale_with_stashed(model, stashed, out)
     assert scaler.update_scale()
+    scaler.unscale_with_stashed([torch.ones(2).half()], stashed, out)
+    assert not scaler.update_scale()  # for an overflow that was decided before
 
 
 def test_has_overflow_that_is_written_decides() -> None:

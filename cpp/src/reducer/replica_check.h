@@ -30,8 +30,8 @@ namespace apex::parallel::detail {
 //
 // Only trainable parameters are compared. A rank may write frozen ones alone, for example a memory
 // bank or a moving average. A rank that has loaded state sends a digest of all of it once, instead
-// of a part. If the other ranks have not, their digests differ in any case, and the digests of all
-// tensors decide.
+// of a part, and so does each rank in its first backward. If the other ranks have not, their
+// digests differ in any case, and the digests of all tensors decide.
 //
 // A digest cannot show whether a difference is intended. So by default nothing is compared if ranks
 // may begin or step differently (begins_alike false, a communication hook, check_steps false), nor
@@ -85,12 +85,12 @@ class ReplicaCheck {
   std::string locate();
 
   ReducerContext& context_;
-  std::vector<NamedTensor> state_;     ///< the compared parameters
-  std::vector<bool> trainable_;        ///< the set that `state_` lists
-  int64_t reported_ = 0;               ///< number of differences found
-  int64_t since_reported_ = 0;         ///< parts compared since the last difference
-  std::atomic<bool> all_next_{false};  ///< see compare_all_next()
-  bool all_compared_ = false;          ///< the last digest is of all parameters
+  std::vector<NamedTensor> state_;    ///< the compared parameters
+  std::vector<bool> trainable_;       ///< the set that `state_` lists
+  int64_t reported_ = 0;              ///< number of differences found
+  int64_t since_reported_ = 0;        ///< parts compared since the last difference
+  std::atomic<bool> all_next_{true};  ///< see compare_all_next()
+  bool all_compared_ = false;         ///< the last digest is of all parameters
 };
 
 }  // namespace apex::parallel::detail

@@ -170,7 +170,7 @@ Cause cause_of(const Stall& stall, int rank) {
   where += " is in no collective of this group";
   if (!other.what.empty())
     where +=
-        "; its last one began " + seconds_of(other.seconds) + " before this report: " + other.what;
+        "; its last one began " + seconds_of(other.seconds) + " before it answered: " + other.what;
   return {
       where + indented(other.state),
       "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "

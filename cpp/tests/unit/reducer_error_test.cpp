@@ -125,6 +125,22 @@ TEST(ReducerFailure, GroupReconfigured_Backward_ThrowsUntilTheSizeIsThatOfConstr
   });
 }
 
+TEST(ReducerFailure, ParameterDiffersBeforeTheFirstBackward_IsNamedByIt) {
+  run_ranks(2, [](int rank, const Group& group) {
+    const at::Tensor p = at::ones({100}).requires_grad_();
+    ReducerOptions options;
+    options.on_divergence = OnDivergence::kRaise;
+    Reducer reducer({{"p", p}}, {group}, options);
+    p.detach()[1] += rank;  // the step check samples other elements
+    const auto step = [&] {
+      const at::Tensor y = p * 2;
+      reducer.watch_outputs({y});
+      y.sum().backward();
+    };
+    expect_contains(message_of<Error>(step), "parameter 'p' differs");
+  });
+}
+
 TEST(ReducerFailure, UpdateInAGradientsHook_IsRefused_AndNamed) {
   run_ranks(2, [](int rank, const Group& group) {
     ToyModel model = ToyModel::mlp({4, 6, 6, 2}, 1);

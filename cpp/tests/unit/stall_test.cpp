@@ -115,7 +115,7 @@ TEST(StallVerdict, RankThatIsInNoCollective_IsNamedWithWhatItDoes) {
   expect_has(text, "who:   rank 2 holds it up; rank 1 waits as well\n");
   expect_has(
       text,
-      "rank 2 is in no collective of this group; its last one began 12 s before this report: "
+      "rank 2 is in no collective of this group; its last one began 12 s before it answered: "
       "b\n      File \"train.py\"");
   expect_has(text, "its own work");
   expect_has(text, "The waiting ranks fail in 20 s");
@@ -238,7 +238,7 @@ TEST_F(StallTest, OneRankStaysAway_ItAloneIsNamed) {
   const std::string text = verdict(groups, 3, std::chrono::seconds(60));
   expect_has(text, "who:   rank 3 holds it up; ranks ");
   expect_has(text, "rank 3 is in no collective of this group; its last one began ");
-  expect_has(text, " before this report: a");
+  expect_has(text, " before it answered: a");
 }
 
 TEST_F(StallTest, OneRankPrints_VerdictIsPartOfTheErrorOfAllThatWait) {
