@@ -160,10 +160,6 @@ c10::intrusive_ptr<c10d::Work> issue_all_reduce(const std::string& what, c10d::P
 
 c10::intrusive_ptr<c10d::Work> issue_broadcast(const std::string& what, c10d::ProcessGroup& group,
                                                const at::Tensor& tensor, int64_t root) {
-  if (root < 0 || root >= group.getSize()) {
-    throw InvalidArgument(what + ": root rank " + std::to_string(root) +
-                          " is not in the group of " + std::to_string(group.getSize()) + " ranks");
-  }
   const auto channel = channel_for(what, group, {tensor});
   return call_collective(what, group, [&]() -> c10::intrusive_ptr<c10d::Work> {
     if (channel) return channel->broadcast(what, tensor, root);

@@ -296,6 +296,10 @@ void broadcast_chunk(const std::vector<at::Tensor>& chunk, const GroupPtr& group
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group,
                          int64_t root, int64_t chunk_bytes, const std::string& what) {
   require_group(group, "broadcast_coalesced");
+  if (root < 0 || root >= group->getSize()) {
+    throw InvalidArgument("broadcast_coalesced: root rank " + std::to_string(root) +
+                          " is not in the group of " + std::to_string(group->getSize()));
+  }
   at::NoGradGuard no_grad;
   std::vector<Batch> batches;
   for (const at::Tensor& tensor : distinct(tensors, "broadcast_coalesced")) {

@@ -64,6 +64,10 @@ void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
   constexpr const char* kWhat = "broadcast()";
   const at::NoGradGuard no_grad;
   const GroupPtr among = group_for(tensor, kWhat, group);
+  if (root < 0 || root >= among->getSize()) {
+    throw InvalidArgument("broadcast(): root rank " + std::to_string(root) +
+                          " is not in the group of " + std::to_string(among->getSize()) + " ranks");
+  }
   parallel::run_collective(kWhat, *among, [&] {
     return parallel::issue_broadcast(kWhat, *among, as_bytes(tensor), root);
   });

@@ -68,6 +68,17 @@ double seconds_since(WatchedGroup::Clock::time_point time) {
   return std::chrono::duration<double>(WatchedGroup::Clock::now() - time).count();
 }
 
+/// The calls of all channels of `board`.
+std::map<std::string, CallLog> calls_of(const Board& board) {
+  std::map<std::string, CallLog> calls;
+  for (const WatchedGroupPtr& group : all_watched()) {
+    if (group->board.get() != &board) continue;
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    calls[group->channel] = group->calls;
+  }
+  return calls;
+}
+
 std::string read_state() {
   std::unique_lock<std::mutex> lock(stalls().mutex);
   const std::vector<std::function<std::string()>> readers = stalls().readers;
@@ -128,21 +139,6 @@ void add_state_reader(std::function<std::string()> read) {
   const std::lock_guard<std::mutex> lock(stalls().mutex);
   stalls().readers.push_back(std::move(read));
 }
-
-namespace {
-
-/// The calls of all channels of `board`.
-std::map<std::string, CallLog> calls_of(const Board& board) {
-  std::map<std::string, CallLog> calls;
-  for (const WatchedGroupPtr& group : all_watched()) {
-    if (group->board.get() != &board) continue;
-    const std::lock_guard<std::mutex> lock(group->mutex);
-    calls[group->channel] = group->calls;
-  }
-  return calls;
-}
-
-}  // namespace
 
 RankRecord position_in(WatchedGroup& group) {
   RankRecord record;

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -57,18 +56,18 @@ MODEL_PARAMETER = "_apex_model_parameter"
 
 class _Known(NamedTuple):
     state: tuple[Any, ...]  # of the optimizer and the engines when `some` was found
-    some: list[Tensor]
+    some: list[torch.Tensor]
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
 
-def _updated_by(optimizer: Optimizer) -> list[Tensor]:
+def _updated_by(optimizer: Optimizer) -> list[torch.Tensor]:
     params = (p for group in optimizer.param_groups for p in group["params"])
     return [getattr(p, MODEL_PARAMETER, p) for p in params]
 
 
-def _one_of_each(optimizer: Optimizer) -> list[Tensor]:
+def _one_of_each(optimizer: Optimizer) -> list[torch.Tensor]:
     """One parameter per engine that ``optimizer`` holds. Passing all of them would cost more than a
     step."""
     groups = optimizer.param_groups
@@ -88,10 +87,8 @@ def _one_of_each(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     # Only steps inside a gradient hook are refused.
-    if torch._C._current_graph_task_id() < 0:
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
         return
     _core.Reducer.optimizer_steps(_updated_by(optimizer))
 

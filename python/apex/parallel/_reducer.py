@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -97,11 +98,14 @@ def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
     """Append the tensors in `maybe_tensor`, which may be a nested iterable, to `tensor_list`."""
+    items: list[Any] = []
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
-        for item in maybe_tensor:
-            extract_tensors(item, tensor_list)
+    elif not isinstance(maybe_tensor, (str, bytes)):
+        with contextlib.suppress(TypeError):  # not iterable
+            items = list(maybe_tensor)
+    for item in items:
+        extract_tensors(item, tensor_list)
 
 
 @torch.no_grad()
