@@ -148,36 +148,35 @@ Cause cause_of(const Stall& stall, int rank) {
             ended ? "check the end of its output, and restart the job"
                   : "continue it (kill -CONT), or detach the debugger"};
   }
-  const RankRecord* const answer = answer_of(stall, rank);
-  if (answer == nullptr) {
+  const RankRecord* const other = answer_of(stall, rank);
+  if (other == nullptr) {
     return {who + " does not answer",
             "it cannot reach the store, its host is down or does not schedule it, or it has not "
             "used the group yet",
             "check that its process is running and its host can be reached"};
   }
-  const RankRecord& other = *answer;
-  std::string where = who;
-  if (other.waits) {
-    where += " waits in another collective, for " + seconds_of(other.seconds) + ": " + other.what;
-    return {where + indented(other.state),
-            other.channel == stall.mine.channel
-                ? "the ranks are at different points of the program: one has skipped or repeated a "
-                  "step, a layer or a call"
-                : "it waits for other ranks in another group, which may wait for this one",
-            "compare the last calls of the ranks; every rank must make the same calls of a group "
-            "in the same order"};
+  if (other->waits) {
+    return {
+        who + " waits in another collective, for " + seconds_of(other->seconds) + ": " +
+            other->what + indented(other->state),
+        other->channel == stall.mine.channel
+            ? "the ranks are at different points of the program: one has skipped or repeated a "
+              "step, a layer or a call"
+            : "it waits for other ranks in another group; if they wait for this one, a rank has "
+              "skipped or repeated a step, a layer or a call",
+        "compare the last calls of the ranks; every rank must make the same calls of a group "
+        "in the same order"};
   }
-  where += " is in no collective of this group";
-  if (!other.what.empty())
-    where +=
-        "; its last one began " + seconds_of(other.seconds) + " before it answered: " + other.what;
-  return {
-      where + indented(other.state),
-      "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "
-      "backward a layer or a hook) or in a collective of another group, or it has left the "
-      "training loop",
-      "check the stack above; work that only one rank does must be shorter than the timeout, and "
-      "ranks with fewer batches need join()"};
+  std::string where = who + " is in no collective of this group";
+  if (!other->what.empty())
+    where += "; its last one began " + seconds_of(other->seconds) +
+             " before it answered: " + other->what;
+  return {where + indented(other->state),
+          "it is busy with its own work (loading data, evaluation or a checkpoint on one rank; in "
+          "backward a layer or a hook) or in a collective of another group, or it has left the "
+          "training loop",
+          "check what it does; work that only one rank does must be shorter than the timeout, and "
+          "ranks need as many batches as the others, or join()"};
 }
 
 }  // namespace
