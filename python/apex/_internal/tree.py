@@ -17,8 +17,6 @@ def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The items of a container, and a function that rebuilds it from new items; None if `value` is
     not a container."""
     kind = type(value)
-    if kind is list or kind is tuple:
-        return value, kind
     if isinstance(value, PackedSequence):  # its batch sizes must stay on the CPU
         items = [value.data, value.sorted_indices, value.unsorted_indices]
         return items, lambda new: PackedSequence(new[0], value.batch_sizes, new[1], new[2])

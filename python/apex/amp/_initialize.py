@@ -178,9 +178,7 @@ def _recast_state(optimizer: torch.optim.Optimizer) -> None:
 def _device_types(models: list[torch.nn.Module]) -> set[str]:
     """Device types that level O1 casts: every accelerator, and the CPU only if models are on it."""
     kinds = {param.device.type for model in models for param in model.parameters()} - {"meta"}
-    if torch.cuda.is_available():
-        kinds.add("cuda")
-    return kinds or {"cpu"}
+    return kinds | {"cuda"} if torch.cuda.is_available() else kinds
 
 
 def _cast_models(
