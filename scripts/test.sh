@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Build and run the GoogleTest and pytest tests that this machine can run, from scratch: create a virtual
 # environment, install torch and the dependencies of building and testing, and build the package once with its
-# C++ tests and examples. The last line is "N passed, N failed, N skipped" for both together.
+# C++ tests. The last line is "N passed, N failed, N skipped" for both together.
 # Existing builds and installations are reused. Started as root on Debian or Ubuntu, it also installs the
 # package libgtest-dev.
 #
 # With --quick as its first argument, it runs the C++ unit tests and some Python tests of each area, which
-# python/tests/conftest.py lists. Use it between changes. The examples are not needed and not built.
-# With --nightly, it runs what it leaves out otherwise: most examples, consumers of the C++ package, the C++ code of the
+# python/tests/conftest.py lists. Use it between changes.
+# With --nightly, it runs what it leaves out otherwise: most examples (and builds those in C++), consumers of the C++ package, the C++ code of the
 # documentation, and a short campaign of faults.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
@@ -25,13 +25,13 @@ source "$here/venv.sh"
 case ${1:-} in -h | --help) apex_help && exit ;; esac
 cd "$apex_root" || exit 1
 venv=${APEX_VENV:-$apex_root/.venv}
-cpp_tests=(--label-exclude nightly) python_tests=(-m "not nightly") parts=(TESTS EXAMPLES)
+cpp_tests=(--label-exclude nightly) python_tests=(-m "not nightly") parts=(TESTS)
 if [ "${1:-}" = --quick ]; then
   shift
-  cpp_tests=(--label-regex unit) python_tests=(-m quick) parts=(TESTS)
+  cpp_tests=(--label-regex unit) python_tests=(-m quick)
 elif [ "${1:-}" = --nightly ]; then
   shift
-  cpp_tests=(--label-regex nightly) python_tests=(-m nightly)
+  cpp_tests=(--label-regex nightly) python_tests=(-m nightly) parts=(TESTS EXAMPLES)
 fi
 if [ "${APEX_TEST_CPP:-ON}" = OFF ]; then parts=(); fi
 results=${APEX_TEST_RESULTS:-$apex_root/build/test-results}

@@ -14,6 +14,9 @@ import pytest
 from ddp_support import RankPool, close_shared_pool, shared_pool
 
 os.environ.setdefault("APEX_FAULTS_SLOWER", "3")  # before the campaign is imported
+# By default inductor starts processes to compile in, precompiles headers, tries instruction sets.
+for _name in ("COMPILE_THREADS=1", "CPP_CACHE_PRECOMPILE_HEADERS=0", "VEC_ISA_OK=0"):
+    os.environ.setdefault(*f"TORCHINDUCTOR_{_name}".split("="))
 
 # A shell that starts the tests in the background may have them ignore SIGINT, and with them the
 # processes that they interrupt.
@@ -40,20 +43,22 @@ QUICK = (
 #: The slowest files, which start first, so that no worker is alone with one of them at the end.
 SLOWEST = (
     "test_dead_rank",
-    "test_host_backend",
-    "test_static_analysis",
-    "test_sharded_optimizer",
-    "test_package_wheel",
-    "test_stalls",
-    "test_ddp_gradients",
-    "test_multiproc",
-    "test_ddp_compile",
-    "test_ranks_apart",
-    "test_ddp_one_rank_fails",
-    "test_amp_master_weights",
-    "test_elastic_restart",
-    "test_examples",
     "test_ddp_programs",
+    "test_examples",
+    "test_static_analysis",
+    "test_ddp_compile",
+    "test_host_backend",
+    "test_doctor",
+    "test_sharded_optimizer",
+    "test_multiproc",
+    "test_package_wheel",
+    "test_amp_programs",
+    "test_old_scripts",
+    "test_elastic_restart",
+    "test_stalls",
+    "test_sync_batch_norm",
+    "test_ddp_exit",
+    "test_ranks_apart",
 )
 
 

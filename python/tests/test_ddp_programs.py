@@ -13,8 +13,8 @@ from ddp_support import RankPool
 pytestmark = pytest.mark.processes
 
 FIRST_SEED = 1000
-CASES = {2: 90, 3: 60, 4: 30}  # each takes a third of a second on busy cores
-BATCH = 30
+CASES = {2: 60, 3: 40, 4: 20}  # each takes a third of a second on busy cores
+BATCH = 20
 
 
 @pytest.mark.parametrize(

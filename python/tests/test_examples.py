@@ -223,6 +223,7 @@ def run_cpp(name: str, ranks: int, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_cpp_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     alone = run_cpp("mnist", 1, tmp_path, "--epochs=3")
     save = f"--save={tmp_path / 'run.ckpt'}"
@@ -234,6 +235,7 @@ def test_cpp_mnist_two_ranks_learn_as_one_process_does(tmp_path: Path) -> None:
     assert losses(mixed) != losses(together) and losses(mixed)[-1] < 2.2
 
 
+@pytest.mark.nightly
 def test_cpp_tutorial_resumed_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole = losses(run_cpp("tutorial", 2, tmp_path, "2", "whole"))
     assert whole[-1] < 0.2

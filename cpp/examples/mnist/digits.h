@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 /// Images [N, 1, 8, 8] float32 and their digits [N] int64.
 struct Split {
