@@ -3,7 +3,7 @@
 """Mutation testing: breaks the engine in about 200 places, one at a time, and runs the tests.
 
     pip install tree-sitter tree-sitter-cpp    # into .venv, which scripts/test.sh creates
-    .venv/bin/python scripts/mutate.py --output mutation.md
+    .venv/bin/python scripts/mutate.py
 
 Mutants are found in the syntax trees of C++ and Python. scripts/mutation/areas.py lists the
 sources, the number of mutants drawn from each area, and the tests. All mutants are compiled at
@@ -73,7 +73,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="those not caught, again")
     parser.add_argument("--list", action="store_true", help="print the mutants and do nothing")
     parser.add_argument("--build", action="store_true", help="stop when all is compiled")
-    parser.add_argument("--output", type=Path, help="write the report here")
     return parser.parse_args()
 
 
@@ -159,8 +158,6 @@ def main() -> int:
     verdicts = json.loads(state.read_text()) if state.exists() else {}
     run(mutants, suite, verdicts, arguments)
     (folder / "mutants.tsv").write_text(report.table(mutants, verdicts))
-    if arguments.output:
-        arguments.output.write_text(report.write(mutants, verdicts, arguments.seed))
     reasons = report.Reasons()
     left = [mutant for mutant in mutants if verdicts.get(mutant.key, [""])[0] != "caught"]
     unexplained = [mutant for mutant in left if reasons.of(mutant) is None]

@@ -18,9 +18,9 @@ from apex.amp import _amp_state
 def fresh_amp() -> Iterator[None]:
     """Undo level O1 after each test."""
     torch.manual_seed(0)
-    _amp_state.hard_override = False
-    _amp_state.allow_incoming_model_not_fp32 = False
+    before = _amp_state.hard_override, _amp_state.allow_incoming_model_not_fp32
     yield
+    _amp_state.hard_override, _amp_state.allow_incoming_model_not_fp32 = before
     forget_amp()
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks as processes that are started once and serve many cases, and references for the tests.
+One file, because nearly every test imports both.
 
 A test runs a module-level function ``body(rank, world, *args)`` on several ranks::
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_support import RankPool, check_equal, check_same_on_all_ranks, forget_amp, on_ranks
+from ddp_support import RankPool, check, check_equal, check_same_on_all_ranks, forget_amp, on_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from apex import amp
 from apex.fp16_utils import FP16_Optimizer
 from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel.distributed import flat_dist_call
+from apex.parallel.LARC import LARC
 
 pytestmark = pytest.mark.processes
 
@@ -187,3 +189,17 @@ def test_written_parameter_is_followed_before_and_after_the_first_step() -> None
             check_equal(next(amp.master_params(optimizer))[0].detach(), torch.full((5,), 2.0), "")
     finally:
         forget_amp()
+
+
+@pytest.mark.parametrize("how", ["initialize", "LARC"])
+@on_ranks(1)
+def test_zero_redundancy_optimizer_with_master_weights_is_refused(
+    rank: int, world: int, how: str
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer.* O1"):
+        given = LARC(optimizer) if how == "LARC" else optimizer
+        amp.initialize(model, given, opt_level="O2", verbosity=0)
+    check(not hasattr(optimizer, "_amp_stash"), "it has a stash")
+    check_equal(model.weight.dtype, torch.float32, "the model's dtype")

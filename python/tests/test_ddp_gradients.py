@@ -143,7 +143,8 @@ def test_sum_beyond_half_range_is_finite_with_the_options_for_it(
                 ddp.zero_grad()
                 ddp(torch.full((4,), 4e4, dtype=torch.float16)).backward()
                 for grad in (ddp.module.a.grad, ddp.module.b.grad):
-                    check_equal(grad, torch.full_like(grad, expected), f"{options}, {channel}")
+                    want = torch.full((4,), expected, dtype=torch.float16)
+                    check_equal(grad, want, f"{options}, {channel}")
 
 
 def _plans(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:

@@ -45,41 +45,6 @@ def test_properties_that_another_thread_polls_do_not_stop_training(rank: int, wo
         thread.join()
 
 
-@on_ranks(2)
-def test_state_dict_from_another_thread_does_not_change_training(rank: int, world: int) -> None:
-    """Oracle: the same steps without the other thread."""
-    alone, read = (DistributedDataParallel(make(), message_size=20) for _ in range(2))
-    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (alone, read)]
-    stop, states = threading.Event(), 0
-    names = [f"module.{name}" for name, _ in read.module.named_parameters()]
-
-    def save() -> None:
-        nonlocal states
-        while not stop.is_set():
-            state = read.state_dict()
-            check_equal(list(state), names, "keys")
-            for parameter, tensor in zip(read.parameters(), state.values(), strict=True):
-                check_equal(tensor.data_ptr(), parameter.data_ptr(), "memory")
-                check(bool(tensor.clone().isfinite().all()), "values")
-            states += 1
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    try:
-        for ddp, optimizer in zip((alone, read), optimizers, strict=True):
-            for step in range(40):
-                optimizer.zero_grad()
-                backward(ddp, rank, step)
-                optimizer.step()
-    finally:
-        stop.set()
-        thread.join()
-    check(states > 0, "no state dict was made")
-    for one, other in zip(alone.parameters(), read.parameters(), strict=True):
-        check(torch.equal(one, other), "training differs from that without the other thread")
-    check_same_on_all_ranks([p.data for p in read.parameters()], "parameters")
-
-
 @pytest.mark.parametrize("options", [{}, {"message_size": 1}, {"gradient_as_bucket_view": True}],
                          ids=["one_bucket", "alone", "views"])  # fmt: skip
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -16,8 +16,9 @@ import torch
 from apex import doctor
 
 GIB = 1 << 30
+# At every limit.
 SOUND = doctor.Host(
-    gpu_files=0, gpus=(), cores=8, threads=1, available=8 * GIB, total=16 * GIB, shm=8 * GIB
+    gpu_files=0, gpus=(), cores=8, threads=8, available=GIB, total=20 * GIB, shm=GIB // 4
 )
 
 
@@ -36,13 +37,6 @@ def test_a_report_on_this_host(tmp_path: Path) -> None:
     for backend in ("gloo", "apex"):
         assert f"  {backend}  4 KiB" in done.stdout
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("module", ["apex.doctor", "apex.demo"])
-def test_help_is_printed_and_nothing_runs(module: str) -> None:
-    done = run_module(module, "--help")
-    assert done.stdout.startswith("usage: ") and "processes" in done.stdout
-    assert "apex.demo: what one" not in done.stdout and "apex.doctor on" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -84,5 +78,5 @@ def test_demo_names_the_rank_that_is_late_and_killed_and_writes_no_files(tmp_pat
     done = run_module("apex.demo", cwd=tmp_path)
     assert "rank 1 holds it up" in done.stderr
     assert "its last gradient was that of '2.bias'" in done.stderr
-    assert "rank 1 has ended" in done.stdout
+    assert done.stdout.index("rank 1 is killed") < done.stdout.index("rank 1 has ended")
     assert not list(tmp_path.iterdir())

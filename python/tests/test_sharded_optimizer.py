@@ -342,6 +342,20 @@ class Interrupted(Fails):
     error = KeyboardInterrupt
 
 
+@on_ranks(3)
+def test_sharded_optimizer_counts_as_one_step_also_on_ranks_without_a_share(
+    rank: int, world: int
+) -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 1, bias=False))
+    optimizer = _sharded(ddp)
+    for step in range(3):
+        _backward(ddp, step)
+        optimizer.step()
+    with torch.no_grad():
+        ddp.module.weight.add_(rank == 2)
+    _backward(ddp, 3)  # the others have not made fewer steps
+
+
 def _nothing(rank: int, world: int) -> None:
     pass
 

@@ -20,7 +20,12 @@ from sync_batch_norm_support import (
     reference_batch_norm,
 )
 
-from apex.parallel import SyncBatchNorm, create_syncbn_process_group, syncbn_group
+from apex.parallel import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    syncbn_group,
+)
 
 c10d: Any = torch._C._distributed_c10d
 
@@ -70,6 +75,8 @@ def test_sync_batch_norm_process_group_is_used(rank: int, world: int) -> None:
     both = torch.arange(16.0).view(8, 2)[first : first + 4] ** 2
     want = reference_batch_norm(both.double(), None, None, None, 1e-5, False, False)[0]
     torch.testing.assert_close(module(x).double(), want[2 * (rank % 2) :][:2], rtol=0, atol=1e-5)
+    again = convert_syncbn_model(torch.nn.Sequential(SyncBatchNorm(2)), process_group=pair)
+    assert again[0].process_group is pair
     # A copy shares the group, a pickle drops it.
     assert copy.deepcopy(module).process_group is pair
     assert copy.copy(module).process_group is pair

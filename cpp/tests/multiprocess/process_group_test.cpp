@@ -174,6 +174,7 @@ const Scenario kTensorCollectives("tensor_collectives", [] {
   for (const auto& refused :
        {std::function<void()>([&] { dist::reduce_scatter(tensor); }),
         std::function<void()>([&] { dist::broadcast(tensor, 3); }),
+        std::function<void()>([&] { dist::all_reduce(at::Tensor()); }),
         std::function<void()>([&] { dist::all_reduce(at::empty({2}, at::kMeta)); }),
         std::function<void()>([&] { dist::broadcast(at::empty({2}, at::kMeta)); }),
         std::function<void()>([&] { dist::all_gather(at::empty({2}, at::kMeta)); }),

@@ -61,6 +61,17 @@ TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfI
   }
 }
 
+TEST(BucketMessage, GradientInItsPlaceThatNoRankUsed_StaysAsItWas) {
+  Rank rank({at::zeros({3}).requires_grad_()}, with_views(true));
+  rank.grad(0) = at::full({3}, 2.0);
+  rank.message.pack({1}, {0}, 1.0);
+  rank.message.unpack(1.0, {1});
+  rank.message.pack({0}, {1}, 0.5);  // sent, since a parameter beside it may have been used
+  EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 1.0)));
+  rank.message.unpack(1.0, {0});
+  EXPECT_TRUE(rank.grad(0).equal(at::full({3}, 2.0)));
+}
+
 TEST(BucketMessage, GradientWithHistory_Unpacked_HistoryKeepsItsValue) {
   Rank rank({at::full({3}, 2.0).requires_grad_()});
   const at::Tensor with_history = rank.variables[0] * 2;  // as from backward(create_graph=True)
