@@ -451,3 +451,12 @@ def test_compiled_model_runs_in_half_and_trains() -> None:
         with amp.scale_loss(output.float().sum(), optimizer) as scaled:
             scaled.backward()
         assert model[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_o1_casts_on_the_models_devices_and_on_cuda_if_there_is_one(
+    cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert _amp_state.handle.device_types == ({"cpu", "cuda"} if cuda else {"cpu"})

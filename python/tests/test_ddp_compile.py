@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -279,36 +278,6 @@ def test_compile_active_wrapper_is_restored(rank: int, world: int) -> None:
     delayed = DistributedDataParallel(Probe(), delay_allreduce=True)
     delayed(torch.ones(2))
     check_equal(delayed.module.seen, [None], "delay_allreduce")
-
-
-class Meets(nn.Module):
-    """Waits for another thread within forward."""
-
-    def __init__(self, entered: threading.Event, leaves: threading.Event) -> None:
-        super().__init__()
-        self.layer, self.entered, self.leaves = nn.Linear(2, 2), entered, leaves
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.entered.set()
-        self.leaves.wait()
-        return self.layer(x)
-
-
-@splits
-@on_ranks(2)
-def test_compile_active_wrapper_is_restored_after_forwards_of_two_threads(
-    rank: int, world: int
-) -> None:
-    first, second, last = threading.Event(), threading.Event(), threading.Event()
-    wrappers = [DistributedDataParallel(Meets(*own)) for own in ((first, second), (second, last))]
-    threads = [threading.Thread(target=one, args=(torch.ones(1, 2),)) for one in wrappers]
-    threads[0].start()
-    first.wait()
-    threads[1].start()
-    threads[0].join()
-    last.set()
-    threads[1].join()
-    check(nn.parallel.DistributedDataParallel._get_active_ddp_module() is None, "left over")
 
 
 EAGER = """

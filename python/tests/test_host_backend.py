@@ -88,7 +88,9 @@ def test_ranks_without_shared_memory_go_by_gloo(rank: int, world: int) -> None:
         tensor = torch.full((1000,), float(rank))
         dist.all_reduce(tensor, group=one)
         check(torch.equal(tensor, torch.full((1000,), world * (world - 1) / 2)), "sum over Gloo")
-        dist.all_reduce(tensor.fill_(rank), dist.ReduceOp.AVG, group=one)
+        tensor.fill_(rank)
+        work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=one, async_op=True)
+        work.get_future().wait()
         check(torch.equal(tensor, torch.full((1000,), (world - 1) / 2)), "average over Gloo")
         outputs = [torch.empty(3) for _ in range(world)]
         dist.all_gather(outputs, torch.full((3,), float(rank)), group=one)
@@ -212,6 +214,21 @@ def test_many_collectives_in_another_order_complete(rank: int, world: int) -> No
     for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         work.wait()
         check_equal(float(tensor[0]), float(i % 300 * world), f"number {i}")
+
+
+@on_ranks(2)
+def test_collective_goes_on_while_its_rank_waits_for_something_else(rank: int, world: int) -> None:
+    one, store = group(), dist.distributed_c10d._get_default_store()
+    for i in range(3):
+        issued, summed = (f"{one.group_name} {i} {what}" for what in ("issued", "summed"))
+        if rank == 1:
+            store.wait([issued])
+        work = dist.all_reduce(torch.ones(1 << 20), group=one, async_op=True)
+        if rank == 0:
+            store.set(issued, "")
+            store.wait([summed])  # rank 1 has all parts of the sum, also that of this rank
+        work.wait()
+        store.set(summed, "")
 
 
 def _groups_of_a_world(rank: int, world: int, store: str) -> None:

@@ -143,6 +143,23 @@ def test_replica_check_warns_and_raises(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
+def test_replica_check_begins_again_after_a_round_without_a_difference(
+    rank: int, world: int
+) -> None:
+    ddp, optimizer = made(replica_check_every=1)
+    kept = copy.deepcopy(ddp.state_dict())
+    with notices(6 if rank == 0 else 0) as texts:
+        for _ in range(2):
+            train(ddp, optimizer, rank)
+            if rank == 1:
+                _other_weights(ddp)
+            train(ddp, optimizer, rank, 5)  # the first, second and fourth are reported
+            ddp.load_state_dict(kept)
+            train(ddp, optimizer, rank, 4)
+    check_equal(len(texts), 6 if rank == 0 else 0, f"messages: {texts}")
+
+
+@on_ranks(2)
 def test_replica_check_after_local_updates_of_one_rank(rank: int, world: int) -> None:
     """Hazard: ranks that count other backwards take other decisions, and wait for each other."""
     ddp, optimizer = made()

@@ -237,7 +237,7 @@ double ReducerControl::total_weight() const { return core_->state().context.tota
 void ReducerControl::check_replicas_next() { core_->state().reporter.replicas.compare_all_next(); }
 
 void ReducerControl::optimizer_steps(const std::vector<at::Tensor>& parameters) {
-  for (const auto& core : detail::owners_of(parameters)) {
+  for (const auto& core : detail::BackwardSession::all()) {
     const detail::ReducerContext& context = core->state().context;
     if (context.phase != detail::Phase::kRunning || context.members.alone()) continue;
     for (const detail::Parameter& one : context.parameters) {
@@ -249,8 +249,13 @@ void ReducerControl::optimizer_steps(const std::vector<at::Tensor>& parameters) 
 }
 
 void ReducerControl::optimizer_stepped(const std::vector<at::Tensor>& parameters) {
-  for (const auto& core : detail::owners_of(parameters))
-    core->state().reporter.tracker.optimizer_stepped();
+  for (const auto& core : detail::BackwardSession::all()) {
+    const auto is_its = [&](const at::Tensor& one) {
+      return one.defined() && detail::owner_of(one)->load() == core.get();
+    };
+    if (std::any_of(parameters.begin(), parameters.end(), is_its))
+      core->state().reporter.tracker.optimizer_stepped();
+  }
 }
 
 }  // namespace apex::parallel

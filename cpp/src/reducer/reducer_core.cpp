@@ -61,18 +61,6 @@ std::string describe_reducers() {
 
 }  // namespace
 
-BackwardSession::Reducers owners_of(const std::vector<at::Tensor>& parameters) {
-  std::unordered_set<const void*> owners;
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.defined()) owners.insert(owner_of(parameter)->load());
-  }
-  BackwardSession::Reducers found = BackwardSession::all();
-  found.erase(std::remove_if(found.begin(), found.end(),
-                             [&](const auto& core) { return owners.count(core.get()) == 0; }),
-              found.end());
-  return found;
-}
-
 ReducerCore::ReducerCore(std::vector<NamedTensor> parameters, std::vector<GroupPtr> groups,
                          ReducerOptions options)
     : state_(std::move(parameters), std::move(groups), std::move(options), this) {}

@@ -107,7 +107,4 @@ class ReducerCore final : public std::enable_shared_from_this<ReducerCore> {
   int64_t number_ = 0;                  ///< in the order of construction
 };
 
-/// The live reducers that own one of `parameters`. Thread safe.
-BackwardSession::Reducers owners_of(const std::vector<at::Tensor>& parameters);
-
 }  // namespace apex::parallel::detail

@@ -243,6 +243,12 @@ void long_names() {
   require(model->weight.grad().defined(), "no gradient");
   Checkpoint(model).save(path, 1);
   require(Checkpoint(model).load(path) == 1, "another step");
+  for (const int rank : {0, 1}) {  // each rank alone, with a file of its own
+    const auto alone = apex::distributed::new_group({rank});
+    const std::string own = path + std::to_string(rank);
+    if (alone) Checkpoint(model).process_group(alone).save(own, 2);
+    require(!alone || fs::exists(own), "not written: " + own);
+  }
   const auto hook = std::make_shared<Identity>();
   model.register_comm_hook(hook);
   model.forward(torch::ones({1, 4})).sum().backward();

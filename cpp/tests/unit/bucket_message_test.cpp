@@ -61,6 +61,16 @@ TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfI
   }
 }
 
+// Vector loads and stores: one bias of three elements does not shift all that follow.
+TEST(BucketMessage, GradientsOfWholeVectors_AreAligned) {
+  const auto of_size = [](int64_t numel) { return at::zeros({numel}).requires_grad_(); };
+  Rank rank({of_size(3), of_size(8), of_size(4)}, with_views(true));
+  rank.message.pack(rank.all(0), rank.all(0), 1.0);
+  rank.message.unpack(1.0, rank.all());
+  for (const size_t i : {1, 2})
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(rank.grad(i).const_data_ptr()) % 16, 0U) << i;
+}
+
 TEST(BucketMessage, GradientInItsPlaceThatNoRankUsed_StaysAsItWas) {
   Rank rank({at::zeros({3}).requires_grad_()}, with_views(true));
   rank.grad(0) = at::full({3}, 2.0);

@@ -163,15 +163,17 @@ TEST(LARC, Step_LowPrecision_NormsDoNotOverflow) {
 }
 
 TEST(LARC, Step_Float16FactorBelowItsSmallestNumber_IsNotRoundedFirst) {
-  const Tensor param = parameter(torch::full({2}, 0.01, at::kHalf));
-  param.mutable_grad() = torch::full({2}, 30000, at::kHalf);
-  const auto options = larc_options(0.02, /*clip=*/false);
-  const auto expected = reference(numbers(param), numbers(param.grad()), 1, 0, options);
-  const double change = numbers(param)[0] - expected[0];
-  SGD wrapped(Tensors{param}, SGDOptions(1));
-  LARC optimizer(wrapped, options);
-  optimizer.step();
-  EXPECT_NEAR(numbers(param.grad())[0], change, 0.01 * change);
+  for (const double decay : {0.0, 0.1}) {
+    const Tensor param = parameter(torch::full({2}, decay == 0 ? 0.01 : 3e4, at::kHalf));
+    param.mutable_grad() = torch::full({2}, decay == 0 ? 3e4 : 1, at::kHalf);
+    const auto options = larc_options(decay == 0 ? 0.02 : 1e-9, /*clip=*/false);
+    const auto expected = reference(numbers(param), numbers(param.grad()), 1, decay, options);
+    const double change = numbers(param)[0] - expected[0];
+    SGD wrapped(Tensors{param}, SGDOptions(1).weight_decay(decay));
+    LARC optimizer(wrapped, options);
+    optimizer.step();
+    EXPECT_NEAR(numbers(param.grad())[0], change, 0.01 * change);
+  }
 }
 
 /// With a gradient of ones, decay 0.1 and learning rate 1, the step leaves LARC's gradient.

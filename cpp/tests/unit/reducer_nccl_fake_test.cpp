@@ -15,6 +15,8 @@
 #include <support/fake_device.h>
 #include <support/fake_group.h>
 
+#include "step/parameter_sample.h"
+
 namespace apex::testing::fake_nccl {
 namespace {
 
@@ -66,6 +68,19 @@ TEST(FakeNccl, AveragesInLowPrecision_AreSumsThatAreDivided) {
       EXPECT_LE(error.abs().max().item<double>(), each.error);
       EXPECT_LT(std::abs(error.mean().item<double>()), 2e-4) << "all are off in one direction";
     }
+  }
+}
+
+TEST(FakeNccl, SampleOfParameters_SeesAStep_AndIgnoresOneWithoutMemory) {
+  for (const at::Device device : {fake::device(), at::Device(at::kCPU)}) {
+    const at::Tensor parameter = at::ones({8}, at::device(device));
+    parallel::ParameterSample sample;
+    sample.watch({parameter});
+    parameter.add_(1);
+    EXPECT_EQ(sample.take(), 4);  // of the four elements that it samples
+    if (!device.is_cpu()) continue;
+    parameter.storage().set_data_ptr({nullptr, device});
+    EXPECT_EQ(sample.take(), 0);
   }
 }
 

@@ -197,6 +197,10 @@ TEST(SyncBatchNormConvert, Sequential_KeepsTensorsNamesAndOutput) {
   EXPECT_FALSE(sync->is_training());
   EXPECT_EQ(sync->options.eps(), 1e-3);
   EXPECT_TRUE(torch::allclose(model->forward(x), want, 1e-5, 1e-6));
+  using Options = torch::nn::BatchNorm2dOptions;
+  torch::nn::Sequential bare(torch::nn::BatchNorm2d(Options(3).track_running_stats(false)));
+  convert_sync_batch_norm(*bare);
+  EXPECT_FALSE(bare->ptr(0)->as<SyncBatchNormImpl>()->options.track_running_stats());
 }
 
 struct BlockImpl : torch::nn::Module {
