@@ -26,8 +26,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 #: The tests of `scripts/test.sh --quick`: in each area, the ones that draw or compare the most.
 QUICK = (
-    "test_amp_programs.py::test_program",
-    "test_batch_norm_programs.py::test_batch_norm_programs_equal_one_process",
+    "test_amp_programs.py::test_program_of_one_process",
+    "test_batch_norm_programs.py::test_batch_norm_programs_equal_one_process[2]",
     "test_ddp_comm_hooks.py",
     "test_ddp_gradients.py::test_gradients_every_model_equal_whole_batch",
     "test_ddp_join.py::test_join_uneven_counts_equal_one_process",
