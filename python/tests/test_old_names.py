@@ -34,6 +34,7 @@ import apex
 apex.parallel.LARC.LARC, apex.amp.scaler.LossScaler, apex.amp.frontend.O1
 apex.amp.lists.functional_overrides.FP32_FUNCS, apex.amp.compat, apex.amp.rnn_compat
 from apex.contrib.optimizers import FusedAdam, FusedSGD
+assert apex.amp.compat.is_tensor_like(apex.amp.compat.torch.ones(1))
 """
     # A CPU build with a CUDA build of torch warns about it, as intended.
     strict = ["-W", "error::RuntimeWarning", "-W", "ignore:torch:RuntimeWarning"]

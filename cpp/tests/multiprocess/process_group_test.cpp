@@ -233,7 +233,13 @@ const Scenario kSubgroups("subgroups", [] {
   const Group everybody = dist::new_group();
   require(everybody != dist::get_default_group() && everybody->getSize() == 3, "not a new group");
   require(all_reduce(everybody, 1.0) == 3.0, "all-reduce is wrong");
+  const Group held = dist::new_group({0, 1, 2}, "apex");
   dist::destroy_process_group();
+  try {
+    all_reduce(held, 1.0);
+    require(false, "a group that was shut down was used");
+  } catch (const apex::Error&) {
+  }
 });
 
 const Scenario kTwice("twice", [] {

@@ -61,7 +61,6 @@ TEST(BucketMessage, GradientWhoseMemoryHasAnotherOwner_Unpacked_IsWrittenOnlyIfI
   }
 }
 
-// Vector loads and stores: one bias of three elements does not shift all that follow.
 TEST(BucketMessage, GradientsOfWholeVectors_AreAligned) {
   const auto of_size = [](int64_t numel) { return at::zeros({numel}).requires_grad_(); };
   Rank rank({of_size(3), of_size(8), of_size(4)}, with_views(true));

@@ -19,13 +19,19 @@ class NamedBackend final : public c10d::Backend {
  public:
   NamedBackend(std::string name, int size) : Backend(0, size), name_(std::move(name)) {}
   const std::string getBackendName() const override { return name_; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& /*tensors*/,
+                                           const c10d::AllreduceOptions& /*options*/) override {
+    const auto done = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+    done->markCompleted();
+    return c10d::Work::create_from_future(done);
+  }
 
  private:
   const std::string name_;
 };
 
-bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceType of_bucket,
-              bool plain_average, at::ScalarType dtype = at::kFloat, int world = 2) {
+auto chosen(const std::string& backend, at::DeviceType of_backend, at::DeviceType of_bucket,
+            bool plain_average, at::ScalarType dtype = at::kFloat, int world = 2) {
   ReductionSite site;
   site.group =
       c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), 0, world);
@@ -35,7 +41,21 @@ bool averages(const std::string& backend, at::DeviceType of_backend, at::DeviceT
   site.device = at::Device(of_bucket, of_bucket == at::kCPU ? -1 : 0);
   site.plain_average = plain_average;
   site.dtype = dtype;
-  return choose_reduction(site)->traits().averages;
+  return choose_reduction(site);
+}
+
+template <typename... Site>
+bool averages(const Site&... site) {
+  return chosen(site...)->traits().averages;
+}
+
+TEST(AllReduce, Dropped_IsAsBeforeItsStart) {
+  const auto reduction = chosen("gloo", at::kCPU, at::kCPU, true);
+  const BucketMessage message({0}, {at::zeros({2})}, at::kCPU, {});
+  reduction->start(message, at::zeros({2}), "sum");
+  EXPECT_TRUE(reduction->done());
+  reduction->drop();
+  EXPECT_FALSE(reduction->done());
 }
 
 // Exactly one side divides. The traits determine how gradients are scaled before and after.

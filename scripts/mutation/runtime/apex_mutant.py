@@ -19,6 +19,12 @@ def on(number: int) -> bool:
 
 
 _outcomes: dict = {}
+_imported = b""  # what imports reach, and so every test
+
+
+def pytest_collection_finish() -> None:
+    global _imported
+    _imported = bytes(_seen or b"")
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -32,7 +38,7 @@ def pytest_runtest_logfinish(nodeid, location) -> None:
     if _seen is None or "APEX_MUTANT_RECORD" not in os.environ:
         return
     seconds, outcome = _outcomes.pop(nodeid, (0.0, "failed"))
-    reached = " ".join(str(i) for i, byte in enumerate(_seen[:]) if byte)
+    reached = " ".join(str(i) for i, byte in enumerate(_seen[:]) if byte or _imported[i])
     with open(os.environ["APEX_MUTANT_RECORD"], "a") as out:
         out.write(f"{nodeid}\t{outcome}\t{round(seconds * 1000)}\t{reached}\n")
     _seen[:] = bytes(len(_seen))
