@@ -8,8 +8,8 @@
 #
 # With --quick as its first argument, it runs the C++ unit tests and some Python tests of each area, which
 # python/tests/conftest.py lists. Use it between changes.
-# With --nightly, it runs what it leaves out otherwise: most examples (and builds those in C++), consumers of the C++ package, the C++ code of the
-# documentation, and a short campaign of faults.
+# With --nightly, it runs what it leaves out otherwise: most examples (it builds those in C++), consumers of the
+# C++ package, the C++ code of the documentation, and a short campaign of faults.
 #
 # Environment: APEX_VENV, the folder of the virtual environment (default: .venv in the repository),
 # APEX_TEST_WORKERS, how many C++ test programs or Python test files run in parallel (default: twice the number of

@@ -77,6 +77,8 @@ def test_sync_batch_norm_process_group_is_used(rank: int, world: int) -> None:
     torch.testing.assert_close(module(x).double(), want[2 * (rank % 2) :][:2], rtol=0, atol=1e-5)
     again = convert_syncbn_model(torch.nn.Sequential(SyncBatchNorm(2)), process_group=pair)
     assert again[0].process_group is pair
+    with raises(ValueError, "not a member of its process_group"):
+        convert_syncbn_model(again, process_group=dist.GroupMember.NON_GROUP_MEMBER)
     # A copy shares the group, a pickle drops it.
     assert copy.deepcopy(module).process_group is pair
     assert copy.copy(module).process_group is pair

@@ -19,7 +19,7 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// The group of a call, after its tensor was checked.
 GroupPtr group_for(const at::Tensor& tensor, const char* what, const GroupPtr& group) {
-  if (!tensor.defined() || !tensor.is_contiguous())  // as a sparse one
+  if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.is_contiguous())
     throw InvalidArgument(std::string(what) + ": the tensor is undefined or not contiguous");
   if (tensor.is_conj() || tensor.is_neg())
     throw InvalidArgument(std::string(what) +

@@ -241,6 +241,7 @@ void ReducerControl::optimizer_steps(const std::vector<at::Tensor>& parameters) 
     const detail::ReducerContext& context = core->state().context;
     if (context.phase != detail::Phase::kRunning || context.members.alone()) continue;
     for (const detail::Parameter& one : context.parameters) {
+      if (one.owner->load() != core.get()) continue;
       const auto is_one = [&](const at::Tensor& stepped) { return one.variable.is_same(stepped); };
       if (std::any_of(parameters.begin(), parameters.end(), is_one))
         throw Error(context.describe_early_write(one.name));

@@ -227,7 +227,7 @@ def setup(
         init(
             verbose=_amp_state.verbosity >= 2,
             dtype=properties.low_precision,
-            device_types=_device_types(models),
+            device_types=_device_types(models) or None,
         )
     elif _amp_state.handle is not None:
         _amp_state.handle._deactivate()

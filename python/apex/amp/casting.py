@@ -95,7 +95,7 @@ class AmpHandle:
 
     Args:
         dtype: the low-precision dtype, float16 or bfloat16.
-        device_types: device types whose tensors are cast; none: CUDA if available, else CPU.
+        device_types: device types whose tensors are cast; None: CUDA if available, else CPU.
         verbose: print every cast of a wrapper.
         allow_banned: let ``binary_cross_entropy`` take low-precision inputs, in float32.
         registered: functions registered by the user: module, name, and what to do.
@@ -112,8 +112,9 @@ class AmpHandle:
         allow_banned: bool = False,
         registered: Iterable[tuple[Any, str, Kind]] = (),
     ) -> None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device_types = frozenset(device_types or [default])
+        if device_types is None:
+            device_types = ("cuda",) if torch.cuda.is_available() else ("cpu",)
+        self.device_types = frozenset(device_types)
         self.verbose = verbose
         self.allow_banned = allow_banned
         self.registered = list(registered)
@@ -435,7 +436,7 @@ def init(
         allow_banned: run ``binary_cross_entropy`` on low-precision inputs in float32 instead of
             raising NotImplementedError.
         dtype: the low-precision dtype.
-        device_types: device types whose tensors are cast; none: CUDA if available, else CPU.
+        device_types: device types whose tensors are cast; None: CUDA if available, else CPU.
 
     Returns:
         The handle, also at ``_amp_state.handle``.

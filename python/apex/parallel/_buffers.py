@@ -38,7 +38,7 @@ def _kind(buffer: torch.Tensor) -> str:
     if buffer.layout != torch.strided:
         return f" {buffer.layout}"
     if type(buffer) in _PLAIN:
-        freed = not buffer.untyped_storage().size()
+        freed = buffer.numel() > 0 and not buffer.untyped_storage().size()
         return " without memory" if freed else " quantized" if buffer.is_quantized else ""
     return f" {type(buffer).__name__}"
 

@@ -64,7 +64,8 @@ def convert_syncbn_model(
         if type(child) in _PLAIN
     }
     synchronized = [child for child in module.modules() if isinstance(child, SyncBatchNorm)]
-    group_name_of(process_group)
+    if synchronized:
+        group_name_of(process_group)
     _warn_of_others(module)
     # From here on, no error is raised.
     for child in synchronized:
